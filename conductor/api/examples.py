@@ -92,7 +92,7 @@ ANSWERS: dict[str, Any] = {
     "match": {
         "asked_blocks": 1,
         "blocks": 1,
-        "holders": [{"holder": "node-a/dram", "blocks": 1, "age_s": 0.4}],
+        "holders": [{"holder": "node-a/dram", "blocks": 1, "age_s": 0.4, "part_tokens": 0}],
     },
     "plans": {"leads": True, "leader": "host-a:9f3c52e0b1d4", "plans": [_PLAN], "flips": []},
     "drains": {"drains": [_NODE, _INSTANCE]},

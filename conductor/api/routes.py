@@ -20,7 +20,7 @@ from ..web.metrics import CONTENT_TYPE
 from ..web.time_slices import TimeSlices
 from ..wire import conversions, event_batch, models, pool_models
 from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
-from ..wire.block_keys import parse_keys
+from ..wire.block_keys import PromptKeys, parse_keys
 from ..wire.decision_text import Shown
 from . import engine_routes, queue_routes
 from .decision_stream import events as stream_events
@@ -289,18 +289,16 @@ async def match(
     if (body.block_keys is None) == (tokens is None):
         raise InvalidRequest("send block_keys, or token_ids with a model")
     if body.block_keys is not None:
-        keys = parse_keys(body.block_keys)
-    elif body.model is not None:
-        assert tokens is not None
-        keys = service.models.keys(body.model, tokens, body.namespace).blocks
+        keys = PromptKeys(parse_keys(body.block_keys), parse_keys(body.part_keys, "part_keys"))
+    elif body.model is None or body.part_keys:
+        raise InvalidRequest("token_ids need a model, whose keys they have, and no part_keys")
     else:
-        raise InvalidRequest("token_ids need a model: whose keys?")
-    view = service.core.match(keys, service.clock())
-    found = [
-        models.HolderReply(holder=name, blocks=blocks, age_s=age_s)
-        for name, blocks, age_s in view.holders[:limit]
-    ]
-    return answer(models.MatchReply(asked_blocks=len(keys), blocks=view.blocks, holders=found))
+        assert tokens is not None
+        keys = service.models.keys(body.model, tokens, body.namespace)
+    view = service.core.match(keys.blocks, service.clock(), keys.parts)
+    found = [models.HolderReply(**one._asdict()) for one in view.holders[:limit]]
+    asked = len(keys.blocks)
+    return answer(models.MatchReply(asked_blocks=asked, blocks=view.blocks, holders=found))
 
 
 @_api.get("/v1/blocks/hot", **rest("blocks", Right.READ, pool_models.HotReply))

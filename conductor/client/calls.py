@@ -271,10 +271,16 @@ def instance(name: str) -> RestCall[InstanceReply]:
     return RestCall("GET", _instance(name), _reader(InstanceReply))
 
 
-def match(keys: Sequence[bytes], *, limit: int = 100) -> RestCall[MatchReply]:
-    """The holders of a prefix, and how many of its blocks each has; at most `limit` holders."""
-    body = _encode({"block_keys": [key.hex() for key in keys]})
-    return RestCall("POST", f"/v1/blocks/match?limit={limit:d}", _reader(MatchReply), body)
+def match(
+    keys: Sequence[bytes], *, part_keys: Sequence[bytes] = (), limit: int = 100
+) -> RestCall[MatchReply]:
+    """The holders of a prefix, and how many of its blocks, or of its first tokens, each has; at
+    most `limit` holders."""
+    body = {"block_keys": [key.hex() for key in keys]}
+    if part_keys:
+        body["part_keys"] = [key.hex() for key in part_keys]
+    path = f"/v1/blocks/match?limit={limit:d}"
+    return RestCall("POST", path, _reader(MatchReply), _encode(body))
 
 
 def hot(limit: int = 100) -> RestCall[list[HotPrefixReply]]:

@@ -368,9 +368,11 @@ class Conductor:
         known = {name: way for name, way in links.items() if self.cluster.find_node(name) >= 0}
         self.transfers.observe(node, known)
 
-    def match(self, keys: Sequence[bytes], now: float) -> MatchView:
-        """The holders of a prefix, the one with the most leading blocks first."""
-        return match_view(self.index, keys, now)
+    def match(
+        self, keys: Sequence[bytes], now: float, part_keys: Sequence[bytes] = ()
+    ) -> MatchView:
+        """The holders of a prefix, the one with the longest leading part first."""
+        return match_view(self.index, keys, self.parts.index, part_keys, now)
 
     def finding_hot(self, n: int, now: float) -> Work[list[HotPrefix]]:
         """The `n` most popular prefixes, as sliced work (`sliced_work.py`)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..state.part_keys import PART_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,12 +29,22 @@ class InstanceView:
     output_caps: Mapping[str, int]
 
 
+class Held(NamedTuple):
+    """What a holder has of a prefix: leading blocks, or tokens below the first one. `age_s`:
+    seconds since its last report."""
+
+    holder: str
+    blocks: int
+    age_s: float
+    part_tokens: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class MatchView:
-    """The holders of a prefix: (label, leading blocks, seconds since its last report) for each."""
+    """The holders of a prefix. `blocks`: leading ones that all have together."""
 
     blocks: int
-    holders: list[tuple[str, int, float]]
+    holders: list[Held]
 
 
 def instance_view(cluster: Cluster, name: str, caps: Mapping[str, int], now: float) -> InstanceView:
@@ -46,13 +58,27 @@ def instance_view(cluster: Cluster, name: str, caps: Mapping[str, int], now: flo
     )
 
 
-def match_view(index: PrefixIndex, keys: Sequence[bytes], now: float) -> MatchView:
-    """The holders of a prefix, the one with the most leading blocks first."""
+def match_view(
+    index: PrefixIndex,
+    keys: Sequence[bytes],
+    parts: PrefixIndex,
+    part_keys: Sequence[bytes],
+    now: float,
+) -> MatchView:
+    """The holders of a prefix, the one with the longest leading part first."""
     match = index.match(keys)
     lengths = match.lengths(index.width).tolist()
-    holders = [
-        (index.label(number), lengths[number], index.age_s(number, now))
-        for number in index.numbers()
-        if number < len(lengths) and lengths[number]
-    ]
-    return MatchView(match.blocks, sorted(holders, key=lambda one: -one[1]))
+    starts = _held_parts(parts, part_keys) if part_keys else {}
+    holders = []
+    for number in index.numbers():
+        label = index.label(number)
+        held = Held(label, lengths[number], index.age_s(number, now), starts.get(label, 0))
+        if held.blocks or held.part_tokens:
+            holders.append(held)
+    return MatchView(match.blocks, sorted(holders, key=lambda one: (-one.blocks, -one.part_tokens)))
+
+
+def _held_parts(parts: PrefixIndex, keys: Sequence[bytes]) -> dict[str, int]:
+    """How many tokens each holder has of a prompt's first ones."""
+    lengths = parts.match(keys).lengths(parts.width).tolist()
+    return {parts.label(number): PART_TOKENS * lengths[number] for number in parts.numbers()}

@@ -436,6 +436,7 @@ class MatchBody(Body, frozen=True, kw_only=True):
     """A prefix: `block_keys`, or `token_ids` of a `model` that was registered with a schema."""
 
     block_keys: BlockKeys | None = None
+    part_keys: PartKeys = []
     token_ids: TokenIds | None = None
     model: ModelName | None = None
     namespace: Name = ""
@@ -447,6 +448,9 @@ class HolderReply(Reply, frozen=True, kw_only=True):
     holder: Annotated[str, Meta(examples=["node-a/dram"])]
     blocks: int
     age_s: Annotated[float | None, Meta(description="Since it was last heard of.")] = None
+    part_tokens: Annotated[
+        int, Meta(description="Of the prompt's first tokens, up to its first full block.")
+    ] = 0
 
 
 class MatchReply(Reply, frozen=True, kw_only=True):

@@ -13,6 +13,8 @@ from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.events.index_updates import Added
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.records import (
         Decision,
@@ -64,9 +66,11 @@ class Recorder(Conductor):
         super().heartbeat(instance, load, now)
         self.loads[instance] = load
 
-    def hold(self, name: str, tier: str, keys: list[bytes], now: float) -> None:
-        """Report these blocks, as a feed does."""
-        self.apply(Added(name, tier, keys), now)
+    def hold(
+        self, name: str, tier: str, keys: Sequence[bytes], now: float, *, parts: bool = False
+    ) -> None:
+        """Report these blocks, or parts of prompts' first blocks, as a feed does."""
+        self.apply(Added(name, tier, keys, parts=parts), now)
 
 
 def spec_body(**changes: Any) -> dict[str, Any]:

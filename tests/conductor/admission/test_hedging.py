@@ -284,7 +284,7 @@ class TestWhichRouteWon:
         made.observe(RequestEvent("r", "first_token", route=route), 30.0)
         assert made.races.statistics().finished == 1
         assert made.races.statistics().won_by_second == 0
-        assert made.match(KEYS, 30.0).holders[0][0] == f"{decision.prefill}/hbm"
+        assert made.match(KEYS, 30.0).holders[0].holder == f"{decision.prefill}/hbm"
         assert made.calibration.prefill.observations(decision.prefill) == 1
 
     def test_the_second(self) -> None:
@@ -295,7 +295,7 @@ class TestWhichRouteWon:
         made.observe(RequestEvent("r", "first_token", route=other), 30.0)
         assert made.races.winner("r") == other
         assert made.races.statistics().won_by_second == 1
-        assert [name for name, _, _ in made.match(KEYS, 30.0).holders] == [f"{other[0]}/hbm"]
+        assert [one.holder for one in made.match(KEYS, 30.0).holders] == [f"{other[0]}/hbm"]
         assert not any(map(made.calibration.prefill.observations, ("p0", "p1")))
         made.observe(RequestEvent("r", "finished"), 31.0)
         assert made.statistics()["in_flight"] == 0

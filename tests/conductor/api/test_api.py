@@ -120,6 +120,10 @@ class TestSchedule:
         named = [key.hex() for key in keys]
         both = http.post("/v1/schedule", json=body | {"request_id": "r2", "part_keys": named})
         assert both.status_code == 400
+        core.hold("i1", "hbm", keys[:1], 0.0, parts=True)
+        asked = {"model": MODEL, "token_ids": tokens}
+        (holder,) = http.post("/v1/blocks/match", json=asked).json()["holders"]
+        assert (holder["holder"], holder["blocks"], holder["part_tokens"]) == ("i1/hbm", 0, 16)
         assert http.post("/v1/schedule", json=prompt(part_keys=["0g" * 16])).status_code == 400
         body = prompt(request_id="r3", prompt_tokens=40, part_keys=named)
         assert http.post("/v1/schedule", json=body).status_code == 200

@@ -507,6 +507,19 @@ def test_a_prompt_by_its_keys(client: Both, service: tuple[Recorder, str]) -> No
     assert (asked.keys, asked.part_keys) == (keys[:2], keys[2:])
 
 
+def test_who_holds_the_first_tokens_of_a_prompt(
+    client: Both, service: tuple[Recorder, str]
+) -> None:
+    client.register(SPEC)
+    keys = tuple(bytes([100 + n]) * 16 for n in range(4))
+    service[0].hold(SPEC.id, "hbm", keys[:3], 0.0, parts=True)
+    found = client.match((), part_keys=keys)
+    assert found.blocks == 0
+    (holder,) = found.holders
+    assert (holder.holder, holder.blocks, holder.part_tokens) == (f"{SPEC.id}/hbm", 0, 48)
+    assert client.match(()).holders == []
+
+
 def test_an_older_conductor_is_told_only_what_it_knows() -> None:
     assert b"part" not in (calls.register(SPEC).body or b"")
     assert b"part" not in (calls.schedule(Request("r", MODEL, 40)).body or b"")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from vllmsupport import (
 
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.discovery.engine_facts import own_schema
+from tiffin.conductor.state.part_keys import part_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +72,6 @@ class World:
     engines: dict[str, Vllm]
     conductor: ConductorClient
     http: httpx.Client
-    conductor_url: str
 
     def ask(
         self,
@@ -115,11 +114,11 @@ class World:
         holders = self.conductor.match(SCHEMA.prefix(ids).keys).holders
         return {one.holder.removesuffix("/hbm"): one.blocks for one in holders}
 
-    def indexed_parts(self) -> int:
-        """How many parts of prompts' first blocks the conductor knows."""
-        text = httpx.get(f"{self.conductor_url}/metrics", trust_env=False).text
-        (found,) = re.findall(r"^tiffin_conductor_index_parts (\S+)$", text, re.MULTILINE)
-        return int(float(found))
+    def held_tokens(self, ids: Sequence[int]) -> dict[str, int]:
+        """The number of a prompt's first tokens below a block, per instance that has any."""
+        prefix = SCHEMA.prefix(ids)
+        holders = self.conductor.match(prefix.keys, part_keys=part_keys(prefix)).holders
+        return {one.holder.removesuffix("/hbm"): one.part_tokens for one in holders}
 
     def await_held(self, ids: Sequence[int], name: str, blocks: int) -> None:
         wait_until(
@@ -160,7 +159,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             engine.wait()
             engine.add_to(client, PROFILE)
         http = httpx.Client(base_url=door.gateway_url, trust_env=False, timeout=PATIENCE_S)
-        it = World(engines, client, stack.enter_context(http), door.conductor_url)
+        it = World(engines, client, stack.enter_context(http))
         it.await_ready()
         wait_until(
             lambda: http.get("/readyz").status_code == 200, "the gateway knows them", PATIENCE_S
@@ -210,10 +209,14 @@ def test_system_prompts_shorter_than_a_block_are_found_by_events(world: World) -
     were asked directly: the conductor knows of them by events alone. Then five questions each."""
     systems = {number: prompt(300 + number, 300) for number in range(6)}
     homes = {number: f"vllm-{number % 2}" for number in systems}
-    known = world.indexed_parts()
     for number, system in systems.items():
         world.engines[homes[number]].answer(path_of("ids"), body_of("ids", system))
-    wait_until(lambda: world.indexed_parts() == known + 6 * 16, "six starts", PATIENCE_S)
+    for number, system in systems.items():
+        wait_until(
+            lambda: world.held_tokens(system) == {homes[number]: 256},  # noqa: B023
+            f"one holds system prompt {number}",
+            PATIENCE_S,
+        )
     before = sum(engine.hit_tokens() for engine in world.engines.values())
     predicted = 0
     # The default compares seconds, and one of two vLLMs on one machine may be the faster one.
