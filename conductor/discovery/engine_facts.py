@@ -22,11 +22,13 @@ from tiffin.kvstore.format.schema import KVSchema
 
 from ..errors import InvalidRequest
 from ..records import InstanceSpec, Role
-from ..state.allowed_hosts import EVENTS_LABEL, REPLAY_LABEL, TOPIC_LABEL
+from ..state.allowed_hosts import ADAPTERS_LABEL, EVENTS_LABEL, REPLAY_LABEL, TOPIC_LABEL
 from ..state.part_keys import PART_TOKENS
 from .engine_metrics import EngineMetrics, read_metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..wire.engine_models import EngineOptions
 
 T = TypeVar("T")
@@ -51,8 +53,8 @@ class EngineAnswers:
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What an engine told of itself; None and empty: it did not. `models` are its base models,
-    without adapters. `events` are the ports of its KV events and of their replay (0: none), and
-    the topic; None if it did not tell whether it publishes any."""
+    `adapters` the LoRA adapters of each. `events` are the ports of its KV events and of their
+    replay (0: none), and the topic; None if it did not tell whether it publishes any."""
 
     metrics: EngineMetrics
     models: tuple[str, ...]
@@ -63,11 +65,13 @@ class EngineFacts:
     batch_max: int | None = None
     role: Role | None = None
     events: tuple[int, int, str] | None = None
+    adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class _Model(msgspec.Struct):
     id: str
     parent: str | None = None
+    root: str | None = None
     max_model_len: int | None = None
 
 
@@ -90,6 +94,12 @@ def read_facts(answers: EngineAnswers) -> EngineFacts:
         models=tuple(one.id for one in bases),
         version=str(_object(answers.version).get("version") or info.get("version") or ""),
         max_model_len=bases[0].max_model_len if bases else None,
+        adapters={
+            base.id: tuple(
+                one.id for one in models if one.parent and one.parent in (base.id, base.root)
+            )
+            for base in bases
+        },
         **told,
     )
 
@@ -184,7 +194,7 @@ def registration(
         kv_capacity_tokens=capacity,
         batch_max=options.batch_max or facts.batch_max or BATCH_MAX,
         fetches=options.fetches,
-        labels=_labels(facts, options, url),
+        labels=_labels(facts, options, url) | _adapters(facts, model),
         part_tokens=facts.block_tokens or PART_TOKENS,
     )
     return spec, schema
@@ -207,6 +217,12 @@ def chosen_model(facts: EngineFacts, model: str) -> str:
         listed = ", ".join(map(repr, facts.models[:10])) or "nothing"
         raise InvalidRequest(f"the option model is {model!r}, and it serves {listed}")
     return model
+
+
+def _adapters(facts: EngineFacts, model: str) -> dict[str, str]:
+    # A name with a comma could not be told from two.
+    named = [name for name in facts.adapters.get(model, ()) if "," not in name]
+    return {ADAPTERS_LABEL: ",".join(named)} if named else {}
 
 
 def _labels(facts: EngineFacts, options: EngineOptions, url: str) -> dict[str, str]:

@@ -39,6 +39,8 @@ EVENTS_LABEL = "kv_events"
 REPLAY_LABEL = "kv_events_replay"
 # The topic of an instance's KV events.
 TOPIC_LABEL = "kv_events_topic"
+# The LoRA adapters that are loaded at an instance, with commas.
+ADAPTERS_LABEL = "adapters"
 
 THIS_MACHINE = ("localhost", "127.0.0.0/8", "::1")
 EVERY = "*"

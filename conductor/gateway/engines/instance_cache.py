@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...records import Role
+from ...state.allowed_hosts import ADAPTERS_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -109,8 +110,13 @@ class Known:
         return self._instances.keys()
 
     def serving(self, model: str) -> set[str]:
-        """The ids of the instances that serve a model."""
-        return {one.id for one in self._instances.values() if one.model == model}
+        """The ids of the instances that serve a model, or have loaded an adapter."""
+        return {one.id for one in self._instances.values() if _serves(one, model)}
+
+    def base_of(self, model: str) -> str:
+        """The model that an adapter belongs to, if an instance has loaded it; else `model`."""
+        own = [one for one in self._instances.values() if _serves(one, model)]
+        return own[0].model if own else model
 
     def all_names(self) -> Collection[str]:
         """The instances' ids, and those of instances that the conductor has listed until a moment
@@ -130,8 +136,11 @@ class Known:
         return None if one is None else one.output_caps.get(priority)
 
     def models(self) -> list[str]:
-        """The models of all instances, without duplicates, in the list's order."""
-        return list(dict.fromkeys(one.model for one in self._instances.values()))
+        """The models of all instances and their adapters, without duplicates, in the list's
+        order."""
+        instances = self._instances.values()
+        adapters = (name for one in instances for name in _adapters(one))
+        return list(dict.fromkeys([*(one.model for one in instances), *adapters]))
 
     def any(self, model: str, avoid: Collection[str] = ()) -> CallTarget | None:
         """An instance of any role that serves the model, round-robin, none of those to `avoid`;
@@ -154,7 +163,7 @@ class Known:
         forgotten = [
             one
             for one, _ in self._forgotten.values()
-            if one.model == model and one.url and one.id not in avoid
+            if _serves(one, model) and one.url and one.id not in avoid
         ]
         if not forgotten:
             return None
@@ -176,7 +185,7 @@ class Known:
         those = [
             one
             for one in self._instances.values()
-            if one.model == model and one.url and one.id not in avoid
+            if _serves(one, model) and one.url and one.id not in avoid
         ]
         ready = [one for one in those if one.status == "ready"]
         return ready or [one for one in those if one.status == "lost"]
@@ -196,3 +205,11 @@ class Known:
 
 def _without(usable: Sequence[InstanceReply], full: Collection[str]) -> list[InstanceReply]:
     return [one for one in usable if one.id not in full]
+
+
+def _adapters(instance: InstanceReply) -> list[str]:
+    return [name for name in instance.labels.get(ADAPTERS_LABEL, "").split(",") if name]
+
+
+def _serves(instance: InstanceReply, model: str) -> bool:
+    return instance.model == model or model in _adapters(instance)

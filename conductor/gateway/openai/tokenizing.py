@@ -10,6 +10,7 @@ counts its tokens.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from tiffin.kvstore.errors import InvalidInput, TokenError
 from tiffin.kvstore.format.keys import MAX_SECRET_BYTES, Prefix
 
 from ...errors import InvalidRequest
+from ...events.vllm_events import lora_namespace
 from ...records import KEYS_MAX, TOKENS_MAX
 from ...state.part_keys import part_keys
 from ...wire.block_keys import parse_schema
@@ -50,13 +52,14 @@ _flag = msgspec.json.Decoder(bool)
 class Sized:
     """A prompt's length and the keys of its full blocks and of its first parts, 16 bytes each; no
     keys where the gateway can't compute them. `token_ids` are set if the conductor is to make the
-    keys. `how` names the source of the length."""
+    keys, in `namespace`. `how` names the source of the length."""
 
     prompt_tokens: int
     how: How
     keys: tuple[bytes, ...] = ()
     token_ids: list[int] | None = None
     part_keys: tuple[bytes, ...] = ()
+    namespace: str = ""
 
 
 class LocalTokenizer:
@@ -135,13 +138,19 @@ class _Model:
             # Validates: raises for an invalid namespace or secret.
             Prefix(self.schema, [], config.namespace, self.secret)
 
+    def of_adapter(self, name: str) -> _Model:
+        """The same for an adapter of the model: its KV is another."""
+        model = copy.copy(self)
+        model.config = msgspec.structs.replace(self.config, namespace=lora_namespace(name))
+        return model
+
     def sized(self, ask: ClientRequest, token_ids: list[int], how: How) -> Sized:
         """The length and keys of a tokenised prompt. Raises InvalidRequest for bad token ids."""
         count = min(max(len(token_ids), 1), TOKENS_MAX)
         if ask.salted or not token_ids or self.config.keys == "none":
             return Sized(count, how)
         if self.config.keys == "conductor":
-            return Sized(count, how, token_ids=token_ids)
+            return Sized(count, how, token_ids=token_ids, namespace=self.config.namespace)
         if self.schema is None:
             return Sized(count, how)
         try:
@@ -173,10 +182,14 @@ class Tokenizing:
         """Stop the thread pool."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    async def size(self, ask: ClientRequest) -> Sized:
-        """A prompt's length, and its keys if the gateway can compute them. Raises
-        InvalidRequest."""
-        model = self._models.get(ask.model, self._default)
+    async def size(self, ask: ClientRequest, base: str) -> Sized:
+        """A prompt's length, and its keys if the gateway can compute them. `base` is its model, or
+        that to which it belongs as an adapter. Raises InvalidRequest."""
+        model = self._models.get(ask.model)
+        if model is None:
+            model = self._models.get(base, self._default)
+            if base != ask.model:
+                model = model.of_adapter(ask.model)
         prompt = ask.prompt
         if prompt.token_ids is not None:
             return model.sized(ask, prompt.token_ids, "client")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...errors import ConductorError, ConductorLate, ConductorUnavailable, UnknownModel
-from ...records import Rejection, Request
+from ...records import EXCLUDE_MAX, Rejection, Request
 from ...wire.answers import Refusal
 from ..engines.instance_cache import SHARDS_LABEL, InstanceRoute, Shard
 from .event_outbox import REST_S
@@ -150,10 +150,13 @@ class Placer:
         avoid: Collection[str],
         trace: Mapping[str, str] | None,
     ) -> DecisionReply | Rejection:
-        wishes = ask.wishes
+        wishes, base = ask.wishes, self._known.base_of(ask.model)
+        if base != ask.model:  # an adapter, which the conductor knows nothing of
+            others = self._known.serving(base) - self._known.serving(ask.model)
+            avoid = [*avoid, *others][:EXCLUDE_MAX]
         request = Request(
             id=wishes.request_id,
-            model=ask.model,
+            model=base,
             prompt_tokens=sized.prompt_tokens,
             keys=sized.keys,
             part_keys=sized.part_keys,
@@ -168,9 +171,8 @@ class Placer:
             exclude=tuple(sorted(avoid)),
             first_token_from="decode",  # the answer that clients get is all of one instance
         )
-        namespace = self._config.model(ask.model).namespace if sized.token_ids else ""
         return await self._client.schedule(
-            request, token_ids=sized.token_ids, namespace=namespace, trace=trace
+            request, token_ids=sized.token_ids, namespace=sized.namespace, trace=trace
         )
 
     def _usable(

@@ -150,7 +150,9 @@ def test_events_of_several_ranks_behind_one_url_are_refused() -> None:
 
 def test_adapters_are_no_models_of_their_own() -> None:
     data = [{"id": "sql-lora", "parent": "tiny"}, {"id": "tiny", "parent": None}]
-    assert facts(models=json.dumps({"data": data}).encode()).models == ("tiny",)
+    told = facts(models=json.dumps({"data": data}).encode())
+    assert told.models == ("tiny",)
+    assert registered(told).labels["adapters"] == "sql-lora"
 
 
 @pytest.mark.parametrize(

@@ -644,7 +644,7 @@ def size(config: GatewayConfig, one: ClientRequest, remote: list[int] | None = N
 
         tokenizing = Tokenizing(config, tokens)
         try:
-            return await tokenizing.size(one), len(asked)
+            return await tokenizing.size(one, one.model), len(asked)
         finally:
             tokenizing.close()
 

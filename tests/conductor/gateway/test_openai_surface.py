@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 from apisupport import MODEL
-from gatewaysupport import CONFIG, Cluster, Whole, cluster, run
+from gatewaysupport import CONFIG, PROFILE, Cluster, Whole, cluster, run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiffin.conductor.gateway.config import ModelConfig
 from tiffin.conductor.gateway.openai.form_fields import model_of_form
 from tiffin.conductor.gateway.openai.model_aliases import chosen
-from tiffin.conductor.gateway.openai.openai_request import LISTENING, POOLING, RESPONSES, SPEECH
+from tiffin.conductor.gateway.openai.openai_request import (
+    LISTENING,
+    POOLING,
+    RESPONSES,
+    SPEECH,
+    Wishes,
+    read_ask,
+)
 from tiffin.conductor.gateway.openai.response_ids import holder, new_id
 from tiffin.conductor.gateway.openai.token_counter import Counter as TokenCounter
+from tiffin.conductor.records import InstanceSpec, Load, Role
 from tiffin.conductor.wire.answers import Refusal
+from tiffin.kvstore import KVSchema
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 async def said(it: Cluster, path: str, body: dict[str, Any], status: int = 200) -> Any:
@@ -162,3 +176,49 @@ def test_shares_of_a_canary_and_that_few_conversations_move() -> None:
     moved = [name for name in names if before[name] != after[name]]
     assert all(after[name] == "new" for name in moved)
     assert len(moved) == pytest.approx(400, abs=80)
+
+
+def test_an_adapter_goes_to_where_it_is_loaded() -> None:
+    engines = [Whole(f"m{n}") for n in range(3)]
+
+    async def scenario() -> None:
+        async with cluster(*engines, config=CONFIG) as it:
+            spec = InstanceSpec(
+                "m2", MODEL, Role.MIXED, PROFILE, url=engines[2].url, labels={"adapters": "sql,fr"}
+            )
+            it.core.register(spec, it.gateway.clock())
+            it.core.heartbeat("m2", Load(), it.gateway.clock())
+            await it.gateway.refresh()
+            listed = (await it.http.get("/v1/models")).json()["data"]
+            assert [one["id"] for one in listed] == [MODEL, "sql", "fr"]
+            for _ in range(6):
+                await said(it, "/v1/completions", {"model": "sql", "prompt": [1]})
+            assert [len(one.completions) for one in engines] == [0, 0, 6]
+            assert engines[2].completions[-1]["model"] == "sql"
+            assert it.core.asked[-1].model == MODEL
+            for _ in range(6):
+                await said(it, "/v1/completions", {"prompt": [1]})
+            assert len(engines[2].completions) < 12
+
+    run(scenario)
+
+
+def test_blocks_of_an_adapter_are_its_own(tmp_path: Path) -> None:
+    schema = KVSchema.gqa(
+        model=MODEL, layers=1, kv_heads=1, head_dim=8, dtype="float16", block_tokens=4
+    )
+    (tmp_path / "schema").write_bytes(schema.canonical_bytes())
+    config = msgspec.structs.replace(
+        CONFIG, models={MODEL: ModelConfig(schema_file=str(tmp_path / "schema"))}
+    )
+    body = json.dumps({"model": "sql", "prompt": list(range(9))}).encode()
+
+    async def scenario() -> None:
+        async with cluster(Whole("m0"), config=config) as it:
+            size = it.gateway._tokenizing.size
+            ask = read_ask("/v1/completions", body, Wishes("r"))
+            adapter, base = await size(ask, MODEL), await size(replace(ask, model=MODEL), MODEL)
+            assert adapter.keys == schema.prefix(range(9), namespace="lora:sql").keys
+            assert base.keys == schema.prefix(range(9)).keys
+
+    run(scenario)
