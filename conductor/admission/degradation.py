@@ -58,7 +58,7 @@ def after(
         )
     if "smaller_model" in steps:
         # Blocks of one model are of no use to another, and are named by other keys.
-        request = replace(request, model=smaller_models[request.model], keys=())
+        request = replace(request, model=smaller_models[request.model], keys=(), part_keys=())
     if "best_effort" in steps:
         request = replace(request, objectives=Objectives(), priority=lowest_class)
     return request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -65,17 +66,19 @@ def test_without_steps_it_is_refused() -> None:
 
 def test_a_smaller_model_answers_and_the_decision_says_so() -> None:
     made = overloaded("smaller_model")
-    decision = made.schedule(asked(), 1.0)
+    request = replace(asked(), part_keys=(b"p" * 16,))
+    decision = made.schedule(request, 1.0)
     assert isinstance(decision, Decision)
     assert (decision.prefill, decision.decode, decision.model) == ("small", "small", "s")
     assert decision.degraded == ("smaller_model:s",)
     assert decision.predicted_ttft_s < 2.0
-    assert made.schedule(asked(), 1.1) is decision, "asked again, it is the same request"
+    assert made.schedule(request, 1.1) is decision, "asked again, it is the same request"
     with pytest.raises(Conflict):
         made.schedule(prompt("r", 5), 1.2)
     tell(made, "r", "prefill_done", "first_token", "finished", now=2.0)
     assert nothing_is_promised(made)
-    assert not made.match(asked().keys, 2.0).blocks, "blocks of one model are none of another"
+    found = made.match(request.keys, 2.0, request.part_keys).holders
+    assert found == [], "blocks of one model are none of another"
 
 
 def test_best_effort_has_no_objectives_and_waits_behind_all_others() -> None:
