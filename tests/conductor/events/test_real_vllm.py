@@ -179,34 +179,10 @@ def body_of(kind: str, ids: Sequence[int], **more: Any) -> dict[str, Any]:
     return {**body, "prompt": words(ids) if kind == "text" else list(ids)}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_with_one_beginning_go_to_one_instance(
-    world: World, kind: str, stream: bool
-) -> None:
-    """The answers and the blocks are those of vLLM asked directly."""
-    seed = 10 * KINDS.index(kind) + stream
-    start = prompt(seed, 2 * BLOCK + 6)
-    first = world.ask(kind, [*start, *prompt(seed + 100, 60)], stream=stream)
-    assert (first.status, first.cached_tokens) == (200, 0)
-    world.await_held(start, first.instance, 2)
-    assert world.held(start) == {first.instance: 2}
-    engine = world.engines[first.instance]
-    before = engine.hit_tokens()
-    again = [*start, *prompt(seed + 200, 60)]
-    second = world.ask(kind, again, stream=stream)
-    assert (second.instance, second.cached_tokens) == (first.instance, 2 * BLOCK)
-    assert engine.hit_tokens() - before == 2 * BLOCK, "it had what it was believed to have"
-    elsewhere = world.engines[world.other(first.instance)]
-    assert second.tokens == elsewhere.answer(path_of(kind), body_of(kind, again))
-    assert len(second.tokens) == 12
-    entry = world.conductor.why(second.headers["x-request-id"])
-    assert (entry.prefill, entry.cached_tokens) == (first.instance, 2 * BLOCK)
-
-
 def test_system_prompts_shorter_than_a_block_are_found_by_events(world: World) -> None:
     """Six of 300 tokens, of which vLLM caches two blocks of 128, three of them on each vLLM, which
-    were asked directly: the conductor knows of them by events alone. Then five questions each."""
+    were asked directly: the conductor knows of them by events alone. Then five questions each. The
+    first test: nothing else is evicted."""
     systems = {number: prompt(300 + number, 300) for number in range(6)}
     homes = {number: f"vllm-{number % 2}" for number in systems}
     for number, system in systems.items():
@@ -235,6 +211,31 @@ def test_system_prompts_shorter_than_a_block_are_found_by_events(world: World) -
         for one in world.conductor.why(answer.headers["x-request-id"]).candidates
     }
     assert terms == {answer.instance: 256.0, world.other(answer.instance): 0.0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_with_one_beginning_go_to_one_instance(
+    world: World, kind: str, stream: bool
+) -> None:
+    """The answers and the blocks are those of vLLM asked directly."""
+    seed = 10 * KINDS.index(kind) + stream
+    start = prompt(seed, 2 * BLOCK + 6)
+    first = world.ask(kind, [*start, *prompt(seed + 100, 60)], stream=stream)
+    assert (first.status, first.cached_tokens) == (200, 0)
+    world.await_held(start, first.instance, 2)
+    assert world.held(start) == {first.instance: 2}
+    engine = world.engines[first.instance]
+    before = engine.hit_tokens()
+    again = [*start, *prompt(seed + 200, 60)]
+    second = world.ask(kind, again, stream=stream)
+    assert (second.instance, second.cached_tokens) == (first.instance, 2 * BLOCK)
+    assert engine.hit_tokens() - before == 2 * BLOCK, "it had what it was believed to have"
+    elsewhere = world.engines[world.other(first.instance)]
+    assert second.tokens == elsewhere.answer(path_of(kind), body_of(kind, again))
+    assert len(second.tokens) == 12
+    entry = world.conductor.why(second.headers["x-request-id"])
+    assert (entry.prefill, entry.cached_tokens) == (first.instance, 2 * BLOCK)
 
 
 def test_what_depends_on_a_salt_is_nobodys(world: World) -> None:
