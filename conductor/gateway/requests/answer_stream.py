@@ -118,28 +118,40 @@ class Serving(Response):
         self._started_at = started_at
         self._visit, self._answered = visit, 0  # tokens of the answer, once it has ended
 
+    @property
+    def begun(self) -> bool:
+        """Whether the head of the answer was sent."""
+        return self._sent_head
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics = self._gateway.metrics
-        work = asyncio.create_task(self._work(scope, receive, send))
+        """Run the request, until a client that hangs up cancels it."""
+        serving, left = asyncio.current_task(), False
+        assert serving is not None
+
+        def leave(_: asyncio.Task[None]) -> None:
+            nonlocal left
+            if not self._complete:
+                left = True
+                serving.cancel()
+
         gone = asyncio.create_task(_hung_up(receive))
+        gone.add_done_callback(leave)
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not self._complete:
-                metrics.cancelled.inc()
-                work.cancel()
+            await self._work(scope, receive, send)
         except asyncio.CancelledError:
-            work.cancel()
-            raise
+            if not left:
+                raise
+            self._gateway.metrics.cancelled.inc()
         finally:
+            if left:
+                serving.uncancel()
+            self._complete = True
             gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
             self._run_on(None)
             self._release()
             self._visit.leave(self._answered, self._gateway.clock())
             self._span.end()
-            metrics.total_s.observe(self._gateway.clock() - self._started_at)
-        if not work.cancelled():
-            work.result()
+            self._gateway.metrics.total_s.observe(self._gateway.clock() - self._started_at)
 
     # -- the three steps ---------------------------------------------------------------------------
 
