@@ -79,7 +79,9 @@ class PlacingQueue:
         if mine.done() and not mine.cancelled():
             self._next()
             return
-        waiting = self._waiting[tenant]
+        waiting = self._waiting.get(tenant)
+        if waiting is None or mine not in waiting:
+            return  # `_next` has passed it by
         waiting.remove(mine)
         if not waiting:
             del self._waiting[tenant]

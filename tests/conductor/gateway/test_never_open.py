@@ -190,6 +190,29 @@ class TestThePlacingQueue:
 
         asyncio.run(scenario())
 
+    def test_who_goes_just_before_its_turn_is_passed_by(self) -> None:
+        async def scenario() -> None:
+            it = self.queue(self.Clock())
+            hold = asyncio.Event()
+
+            async def place(tenant: str) -> None:
+                async with it.turn(tenant):
+                    await hold.wait()
+
+            running = [asyncio.create_task(place("a")) for _ in range(2)]
+            await asyncio.sleep(0)
+            waiting = [asyncio.create_task(place(tenant)) for tenant in ("a", "b", "b")]
+            await asyncio.sleep(0)
+            hold.set()  # the calls end in the next round, before those that go notice it
+            waiting[0].cancel()
+            waiting[1].cancel()
+            await asyncio.gather(*running, waiting[2])
+            gone = await asyncio.gather(*waiting[:2], return_exceptions=True)
+            assert [type(one) for one in gone] == [asyncio.CancelledError] * 2
+            assert (len(it), it._calls) == (0, 0)
+
+        asyncio.run(scenario())
+
 
 def test_a_process_that_does_not_run_knows_how_late_it_is() -> None:
     async def scenario() -> None:
