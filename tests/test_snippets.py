@@ -79,7 +79,6 @@ RUN: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "conductor/cost.md": (MEASURED, [""]),
-    "conductor/gateway.md": ("", ["!beside a vLLM: test_examples.py runs the script"]),
     "conductor/replication.md": ("", ["!a pool and a conductor: test_a_node_is_drained"]),
     "conductor/service.md": ("", ["!a conductor: tests/conductor/api/test_reference.py"]),
     "decisions/eviction.md": ("", [""]),
