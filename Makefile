@@ -88,6 +88,7 @@ test-engines: engines venv
 		tests/conductor/gateway/test_local_prefill_vllm.py \
 		tests/conductor/gateway/test_continuation_vllm.py \
 		tests/conductor/gateway/test_split_faults_vllm.py \
+		tests/conductor/gateway/test_turns_vllm.py \
 		tests/conductor/gateway/test_latency_vllm.py tests/bench/test_demo_vllm.py
 
 test-slow: venv
