@@ -33,6 +33,13 @@ def errors(config: GatewayConfig) -> Iterator[str]:
 
 def warnings(config: GatewayConfig, tokens: Tokens | None) -> Iterator[str]:
     """What is allowed, and probably not meant."""
+    models = {f"models.{name}": model for name, model in config.models.items()}
+    for name, model in (models or {"default": config.default}).items():
+        if model.keys == "gateway" and not model.schema_file:
+            yield (
+                f"{name}: without a schema_file the gateway makes no keys, and requests are placed"
+                ' by load alone: give one, or keys = "conductor"'
+            )
     everyone = {"client_default": config.client_default}
     everyone |= {f"clients.{name}": client for name, client in config.clients.items()}
     if not config.quota_file and any(map(_has_quota, everyone.values())):

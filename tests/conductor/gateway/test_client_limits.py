@@ -366,6 +366,26 @@ def test_check_says_all_that_is_wrong(tmp_path: Path) -> None:
     assert check(str(config)) == (0, check(str(config))[1])
 
 
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("", "default"),
+        ("[models.m]", "models.m"),
+        ('[models.m]\nkeys = "conductor"', None),
+        ('[models.m]\nkeys = "none"', None),
+    ],
+)
+def test_check_warns_of_models_without_keys(tmp_path: Path, text: str, model: str | None) -> None:
+    config = tmp_path / "gateway.toml"
+    config.write_text(text)
+    code, said = check(str(config))
+    assert code == 0
+    found = [line for line in said.splitlines() if "placed by load alone" in line]
+    wanted = f"warning: {model}: without a schema_file the gateway makes no keys"
+    assert len(found) == (model is not None)
+    assert all(line.startswith(wanted) for line in found)
+
+
 def test_names_of_clients_in_the_token_file(tmp_path: Path) -> None:
     tokens = keys(tmp_path / "keys", f"read,client:a-b {APP}")
     grant = tokens.grant(APP.encode())
