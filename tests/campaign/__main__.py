@@ -1,4 +1,7 @@
-"""`python -m tests.campaign all`, or a part of it: `faults --gets 500000 --seed 1`."""
+"""`python -m tests.campaign all`, or a part of it: `faults --gets 500000 --seed 1`.
+
+`soak --minutes 30` is of the gateway, and no part of `all`.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ import logging
 import sys
 from pathlib import Path
 
-# Helpers of the store's tests: see tests/conftest.py.
+# Helpers of the store's and the conductor's tests: see tests/conftest.py.
 sys.path.insert(0, str(Path(__file__).parents[1] / "kvstore"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "conductor"))
 
 from . import everything, faults, interrupts, processes, relay
+from .soak import campaign as soak
 
 PARTS = {
     "all": everything.main,
     "faults": faults.main,
     "interrupts": interrupts.main,
     "relay": relay.main,
+    "soak": soak.main,
     "visit": processes.main,
 }
 

@@ -1,0 +1,197 @@
+"""The processes of a soak, and what can be seen of them from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+from directory.ports import free_port
+from directory.redisserver import RedisServer
+from serversupport import GatewayProcess, Process
+
+from tiffin.conductor.client import AsyncConductorClient
+from tiffin.conductor.errors import ConductorError
+from tiffin.conductor.records import InstanceSpec, Load, Role
+from tiffin.kvstore import KVSchema
+
+from .clients import MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from contextlib import ExitStack
+
+ENGINES, WORKERS = 4, 2
+# A machine with more to do takes most of a minute to start the processes.
+SETTLE_S = 180.0
+_PROFILE = "llama-3.1-8b.h100.tp1.vllm"
+# Reservations of a killed worker's requests are to end within the run's last minute.
+_CONDUCTOR = {"core": {"decision_ttl_s": 20.0}}
+# So that prompts have keys, and workers keep the last known state of their prefixes.
+_GATEWAY = {"default": {"tokenizer": "estimate", "keys": "conductor"}}
+_SCHEMA = KVSchema.gqa(model=MODEL, layers=2, kv_heads=2, head_dim=8, dtype="bfloat16")
+_HEARTBEAT_S = 1.0
+_MIB = 1024  # VmRSS is in KiB
+
+
+class Engine:
+    """A stub engine as a process."""
+
+    def __init__(self, number: int) -> None:
+        self.port = free_port()
+        self.spec = InstanceSpec(
+            f"e{number}", MODEL, Role.MIXED, _PROFILE, url=f"http://127.0.0.1:{self.port}"
+        )
+        self.process: subprocess.Popen[bytes]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, also again."""
+        module = "tiffin.bench.gateway.processes.stub_engine"
+        self.process = subprocess.Popen([sys.executable, "-m", module, str(self.port)])
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait()
+
+
+class FrontDoor:
+    """Engines, a Redis, a conductor that shares its load there, and a gateway with two workers."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.engines = [Engine(number) for number in range(ENGINES)]
+        for engine in self.engines:
+            stack.callback(engine.kill)
+        self.redis = stack.enter_context(RedisServer(folder))
+        self.port, conductor = free_port(), free_port()
+        self.conductor_url = f"http://127.0.0.1:{conductor}"
+        configs = {"conductor": _CONDUCTOR, "gateway": _GATEWAY}
+        for name, config in configs.items():
+            (folder / f"{name}.json").write_text(json.dumps(config))
+        quiet = ("--log-level", "warning")
+        self.conductor = stack.enter_context(
+            Process(
+                *("--listen", f"127.0.0.1:{conductor}", "--share", self.redis.url),
+                *("--config", str(folder / "conductor.json"), *quiet),
+            )
+        )
+        self.gateway = stack.enter_context(
+            GatewayProcess(
+                *("--listen", f"127.0.0.1:{self.port}", "--conductor", self.conductor_url),
+                *("--config", str(folder / "gateway.json")),
+                *("--workers", str(WORKERS), *quiet),
+            )
+        )
+        self.kept = 0  # the pid of the worker that is not killed, as its memory is watched
+        self._http = httpx.AsyncClient(trust_env=False, timeout=10.0)
+
+    async def ready(self) -> None:
+        """Wait until all workers serve, and know all engines."""
+        await self.all_workers()
+        self.kept = self.workers()[0]
+        await until(lambda: self._sums_to("instances", ENGINES), "the gateway knows the engines")
+
+    async def _sums_to(self, name: str, number: float) -> bool:
+        return await self.metric(name) >= number
+
+    async def all_workers(self) -> None:
+        """Wait until all workers serve."""
+        await until(lambda: self._sums_to("workers", WORKERS), "the workers serve")
+
+    async def metric(self, name: str) -> float:
+        """The sum of a gateway metric over its labels and workers. Raises httpx.HTTPError."""
+        text = (await self._http.get(f"http://127.0.0.1:{self.port}/metrics")).text
+        found = re.findall(rf"^tiffin_gateway_{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
+
+    async def in_flight(self) -> dict[str, float]:
+        """What is not at rest: gauges of the gateway, and requests at the conductor, by name."""
+        names = ("requests_in_flight", "requests_placing", "requests_queued", "held_bytes")
+        found = {name: await self.metric(name) for name in names}
+        text = (await self._http.get(f"{self.conductor_url}/metrics")).text
+        for value in re.findall(r"^tiffin_conductor_requests_in_flight\S* (\S+)$", text, re.M):
+            found["at the conductor"] = found.get("at the conductor", 0.0) + float(value)
+        return {name: value for name, value in found.items() if value}
+
+    def workers(self) -> list[int]:
+        """The pids of the gateway's workers."""
+        pid = self.gateway.process.pid
+        path = Path(f"/proc/{pid}/task/{pid}/children")
+        return [int(pid) for pid in path.read_text(encoding="ascii").split()]
+
+    async def heartbeats(self) -> None:
+        """Register living engines every second, as what runs beside an engine does."""
+        async with AsyncConductorClient(self.conductor_url, retries=0) as client:
+            while True:
+                for engine in self.engines:
+                    if engine.process.poll() is None:
+                        with contextlib.suppress(ConductorError):
+                            await client.register(engine.spec, Load(), _SCHEMA)
+                await asyncio.sleep(_HEARTBEAT_S)
+
+    def memory_mib(self) -> dict[str, float]:
+        """Resident memory of the processes that are to live on, of those that do, by name and
+        pid."""
+        gateway, conductor = self.gateway.process.pid, self.conductor.process.pid
+        found = {}
+        for name, pid in (("gateway", gateway), ("worker", self.kept), ("conductor", conductor)):
+            with contextlib.suppress(OSError):
+                found[f"{name} {pid}"] = resident_mib(pid)
+        return found
+
+    async def close(self) -> None:
+        """Close what asks them."""
+        await self._http.aclose()
+
+
+def resident_mib(pid: int) -> float:
+    """VmRSS. Raises OSError for a process that has ended."""
+    text = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    found = re.search(r"^VmRSS:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) / _MIB if found else 0.0
+
+
+def clients_of(pid: int, port: int) -> set[int]:
+    """The ports of those that are connected to `port` of this process, or of none yet. A stopped
+    process accepts no more meanwhile. Raises OSError."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
+        fields = line.split()
+        local, remote, inode = fields[1], fields[2], fields[9]
+        if int(local.split(":")[1], 16) == port and (inode in inodes or inode == "0"):
+            found.add(int(remote.split(":")[1], 16))
+    return found
+
+
+def kill_worker(pid: int, port: int) -> set[int]:
+    """kill -9 a worker; returns the ports of the clients whose connections it had."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        return clients_of(pid, port)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Wait until `await holds()`; errors of the network count as not yet. Raises AssertionError."""
+    give_up_s = time.monotonic() + SETTLE_S
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if await holds():
+                return
+        assert time.monotonic() < give_up_s, f"never: {what}"
+        await asyncio.sleep(0.05)
