@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .clients import Load
-from .front_door import FrontDoor, kill_worker, until
+from .front_door import WORKERS, FrontDoor, kill_worker, until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -33,6 +33,8 @@ MEASURED_S, AT_ONCE = 5.0, 64
 # conductor asks it every second.
 CALM_S, AWAY_S = 12.0, (0.5, 4.0)
 GROWN_MIB = 2.0
+# Until then processes fill what they keep: connections, logs of decisions, the last known state.
+WARM_S = 300.0
 LIVE_ON = ("gateway", "worker", "conductor")
 SAMPLE_S = 1.0
 # A client notices within this time that its connection has ended.
@@ -91,7 +93,7 @@ class Soak:
                 one.cancel()
             await asyncio.gather(*beside[1:], return_exceptions=True)
             left = await self._rest()
-            counted = await self.door.metric("fallbacks_total") + self.watched.lost_fallbacks
+            counted = await self.door.fallbacks(WORKERS) + self.watched.lost_fallbacks
             beside[0].cancel()
         self.load.close()
         await self.door.close()
@@ -109,7 +111,7 @@ class Soak:
             "answers": [*load.findings, *unexplained(load.broken, watched.kills)],
             "leaks": [
                 *(f"{name} is {value:g} at the end" for name, value in left.items()),
-                *uncounted(**told), *grown(memory_of(watched.memory, self._seconds)),
+                *uncounted(**told), *grown(memory_of(watched.memory, self._seconds), self._seconds),
                 *(f"{one} logged a traceback" for one in self._tracebacks()),
             ],
         }  # fmt: skip
@@ -199,19 +201,14 @@ async def kill_gateway_worker(soak: Soak, _: float) -> None:
     door, watched, load = soak.door, soak.watched, soak.load
     await door.all_workers()
     answered = load.fallbacks
-    before = await door.metric("fallbacks_total")
+    before = await door.fallbacks(WORKERS)
     stopped_s = time.monotonic()
     (victim, *_) = (pid for pid in door.workers() if pid != door.kept)
     ports = kill_worker(victim, door.port)
     watched.kills.append(WorkerKill(stopped_s, time.monotonic(), frozenset(ports)))
-    await until(lambda: _answers(door), "the other worker answers")
-    watched.lost_fallbacks += max(0.0, before - await door.metric("fallbacks_total"))
+    watched.lost_fallbacks += max(0.0, before - await door.fallbacks(WORKERS - 1))
     await asyncio.sleep(1.0)  # answers that were placed meanwhile are streams of half a second
     watched.uncertain += load.fallbacks - answered
-
-
-async def _answers(door: FrontDoor) -> bool:
-    return await door.metric("workers") >= 1
 
 
 FAULTS: list[Callable[[Soak, float], Awaitable[None]]] = [
@@ -225,7 +222,7 @@ FAULTS: list[Callable[[Soak, float], Awaitable[None]]] = [
 def unexplained(broken: Sequence[tuple[float, Any]], kills: Sequence[WorkerKill]) -> list[str]:
     """Broken connections that no kill of their own worker explains."""
     return [
-        f"a connection broke, and not its worker: {why}"
+        f"a connection from {why.port} broke, and not its worker: {why}"
         for broke_s, why in broken
         if not any(kill.explains(broke_s, why.port, why.opened_s) for kill in kills)
     ]
@@ -258,15 +255,15 @@ def _median(name: str, samples: Sequence[Mapping[str, float]]) -> float:
     return round(statistics.median(sample[name] for sample in samples), 2)
 
 
-def grown(memory: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Processes that need more memory than they did, or did not live."""
+def grown(memory: Mapping[str, tuple[float, float]], seconds: float) -> list[str]:
+    """Processes that did not live, or, in a run that is long enough, need more memory."""
     names = {name.split()[0] for name in memory}
     return [
         *(f"the {name} did not live to the end" for name in LIVE_ON if name not in names),
         *(
             f"{name} grew by {last - then:.1f} MiB"
             for name, (then, last) in memory.items()
-            if last - then > GROWN_MIB
+            if last - then > GROWN_MIB and seconds / 3 >= WARM_S
         ),
     ]
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import httptools
 
 MODEL = "soak"
+# Of a client without one, a gateway keeps few connections.
+KEY = "key-of-the-soak-0123456789"
 STREAM_TOKENS, GAP_S = 20, 0.02
 STREAMED = 0.2  # the share of requests
 PATIENCE_S = 60.0
@@ -121,7 +123,7 @@ def request(port: int, dice: random.Random) -> tuple[bytes, bool]:
     body = json.dumps({"model": MODEL, "prompt": tokens, "max_tokens": 1, **more}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Authorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body, stream
 

@@ -24,7 +24,7 @@ from tiffin.conductor.errors import ConductorError
 from tiffin.conductor.records import InstanceSpec, Load, Role
 from tiffin.kvstore import KVSchema
 
-from .clients import MODEL
+from .clients import KEY, MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -75,6 +75,9 @@ class FrontDoor:
         self.redis = stack.enter_context(RedisServer(folder))
         self.port, conductor = free_port(), free_port()
         self.conductor_url = f"http://127.0.0.1:{conductor}"
+        keys = folder / "keys"
+        keys.touch(mode=0o600)
+        keys.write_text(KEY)
         configs = {"conductor": _CONDUCTOR, "gateway": _GATEWAY}
         for name, config in configs.items():
             (folder / f"{name}.json").write_text(json.dumps(config))
@@ -88,36 +91,59 @@ class FrontDoor:
         self.gateway = stack.enter_context(
             GatewayProcess(
                 *("--listen", f"127.0.0.1:{self.port}", "--conductor", self.conductor_url),
-                *("--config", str(folder / "gateway.json")),
+                *("--config", str(folder / "gateway.json"), "--token-file", str(keys)),
                 *("--workers", str(WORKERS), *quiet),
             )
         )
         self.kept = 0  # the pid of the worker that is not killed, as its memory is watched
-        self._http = httpx.AsyncClient(trust_env=False, timeout=10.0)
+        headers = {"authorization": f"Bearer {KEY}"}
+        self._http = httpx.AsyncClient(trust_env=False, timeout=10.0, headers=headers)
 
     async def ready(self) -> None:
         """Wait until all workers serve, and know all engines."""
         await self.all_workers()
         self.kept = self.workers()[0]
-        await until(lambda: self._sums_to("instances", ENGINES), "the gateway knows the engines")
 
-    async def _sums_to(self, name: str, number: float) -> bool:
-        return await self.metric(name) >= number
+        async def known() -> bool:
+            return (await self.metrics())["instances"] == ENGINES
+
+        await until(known, "the gateway knows the engines")
 
     async def all_workers(self) -> None:
-        """Wait until all workers serve."""
-        await until(lambda: self._sums_to("workers", WORKERS), "the workers serve")
+        """Wait until all workers serve, and their conductor answers."""
 
-    async def metric(self, name: str) -> float:
-        """The sum of a gateway metric over its labels and workers. Raises httpx.HTTPError."""
+        async def they_do() -> bool:
+            found = await self.metrics()
+            return found["workers"] == WORKERS and bool(found["conductor_up"])
+
+        await until(they_do, "the workers serve, and the conductor answers")
+
+    async def fallbacks(self, workers: int) -> float:
+        """How many fallbacks so many workers have counted."""
+        found: dict[str, float] = {}
+
+        async def complete() -> bool:
+            found.update(await self.metrics())
+            return found["workers"] == workers
+
+        await until(complete, f"{workers} workers answer")
+        return found["fallbacks_total"]
+
+    async def metrics(self) -> dict[str, float]:
+        """The gateway's metrics, each summed over its labels. Raises httpx.HTTPError."""
         text = (await self._http.get(f"http://127.0.0.1:{self.port}/metrics")).text
-        found = re.findall(rf"^tiffin_gateway_{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, found))
+        found: dict[str, float] = {}
+        for name, value in re.findall(
+            r"^tiffin_gateway_(\w+)(?:\{.*\})? (\S+)$", text, re.MULTILINE
+        ):
+            found[name] = found.get(name, 0.0) + float(value)
+        return found
 
     async def in_flight(self) -> dict[str, float]:
         """What is not at rest: gauges of the gateway, and requests at the conductor, by name."""
         names = ("requests_in_flight", "requests_placing", "requests_queued", "held_bytes")
-        found = {name: await self.metric(name) for name in names}
+        metrics = await self.metrics()
+        found = {name: metrics[name] for name in names}
         text = (await self._http.get(f"{self.conductor_url}/metrics")).text
         for value in re.findall(r"^tiffin_conductor_requests_in_flight\S* (\S+)$", text, re.M):
             found["at the conductor"] = found.get("at the conductor", 0.0) + float(value)
