@@ -9,6 +9,7 @@
 #   make test-slow  the kill -9 and corruption campaigns
 #   make test-campaign  half a million checked gets under kills, stops and a relay, and interrupts at
 #                 random times; half an hour. GETS=, INTERRUPTS= (of each kind of client), SEED=
+#   make test-soak  half an hour of load on a gateway under kills. MINUTES=, SEED=
 #   make lint     ruff and mypy
 #   make bench    the performance tables: store, network, conductor, gateway, kernels and HBM tier, each row
 #                 against a limit measured in the same run
@@ -42,7 +43,7 @@ EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,ben
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test coverage engines test-engines test-slow test-campaign lint format bench bench-peers evidence clean
+.PHONY: help venv demo test coverage engines test-engines test-slow test-campaign test-soak lint format bench bench-peers evidence clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -97,6 +98,10 @@ test-slow: venv
 test-campaign: venv
 	$(BIN)/python -m tests.campaign all $(if $(GETS),--gets $(GETS)) \
 		$(if $(INTERRUPTS),--interrupts $(INTERRUPTS)) $(if $(SEED),--seed $(SEED))
+
+test-soak: venv build/links/tiffin
+	PYTHONPATH=build/links $(BIN)/python -m tests.campaign soak $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(SEED),--seed $(SEED))
 
 lint: venv build/links/tiffin
 	$(BIN)/ruff format --check .

@@ -222,7 +222,8 @@ FAULTS: list[Callable[[Soak, float], Awaitable[None]]] = [
 def unexplained(broken: Sequence[tuple[float, Any]], kills: Sequence[WorkerKill]) -> list[str]:
     """Broken connections that no kill of their own worker explains."""
     return [
-        f"a connection from {why.port} broke, and not its worker: {why}"
+        f"a connection from {why.port} broke, and not its worker: {why}; "
+        f"{[round(broke_s - kill.stopped_s, 2) for kill in kills]} s after kills of workers"
         for broke_s, why in broken
         if not any(kill.explains(broke_s, why.port, why.opened_s) for kill in kills)
     ]

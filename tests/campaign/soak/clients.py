@@ -123,7 +123,8 @@ def request(port: int, dice: random.Random) -> tuple[bytes, bool]:
     body = json.dumps({"model": MODEL, "prompt": tokens, "max_tokens": 1, **more}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
-        f"Authorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Authorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body, stream
 
@@ -139,8 +140,11 @@ def judge(answer: Answer, *, stream: bool) -> tuple[str, bool]:
         return f"{answer.status} that is no JSON: {body[:80]!r}", False
     if answer.status == 200:
         return ("answer", True) if said.get("choices") else (f"no choices in {body[:80]!r}", False)
-    code = said.get("error", {}).get("code")
-    return f"{answer.status} {code}", code in CLEAR.get(answer.status, ())
+    error = said.get("error", {})
+    code = error.get("code")
+    if code in CLEAR.get(answer.status, ()):
+        return f"{answer.status} {code}", True
+    return f"{answer.status} {code}: {error.get('message')}", False
 
 
 def _judged_stream(body: bytes) -> tuple[str, bool]:
