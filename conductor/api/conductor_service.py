@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from ..core.hold import hold_of
 from ..core.silence import NAMED_MAX, silent
 from ..core.state_metrics import state
-from ..errors import ConductorError, Conflict, InvalidRequest, UnknownRequest
+from ..errors import ConductorError, Conflict, InvalidRequest, UnknownModel, UnknownRequest
 from ..records import Decision, Load, Rejection, RequestEvent
 from ..replicas.replica import SharedConductor
 from ..state.allowed_hosts import EVENTS_LABEL, check_hosts
 from ..state.sliced_work import finished
 from ..web.metrics import ConductorMetrics
 from ..web.tracing import Tracing
+from ..wire import conversions
 from ..wire.block_keys import KeyedModels, parse_schema
 from ..wire.decision_text import Shown
 from .decision_stream import Broadcast
@@ -33,6 +34,9 @@ from .request_bodies import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from tiffin.kvstore import KVSchema
 
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from ..service.feeds import Feeding
     from ..state.sliced_work import Work
     from ..web.metrics import Family
+    from ..wire.models import ScheduleBody
 
 log = logging.getLogger("tiffin.conductor")
 
@@ -106,6 +111,19 @@ class Service:
         self.act: Callable[[Sequence[Action]], None] | None = None
         # While it runs: the engines that this conductor asks itself.
         self.engines: EngineWatch | None = None
+
+    def request_of(self, body: ScheduleBody, tokens: NDArray[np.uint32] | None) -> Request:
+        """The request of a body whose token ids are `tokens`. Raises InvalidRequest, and
+        UnknownModel if token ids can't have keys as no instance has registered: of a conductor
+        that was restarted, the request itself is not wrong."""
+        model = body.model
+        if (
+            tokens is not None
+            and self.models.schema(model) is None
+            and self.core.cluster.model_number(model) is None
+        ):
+            raise UnknownModel(f"no instance has registered model {model!r}")
+        return conversions.to_request(body, tokens, self.models)
 
     def schedule(self, request: Request) -> Decision | Rejection:
         """Place a request. Idempotent: a retry, after an answer was lost, gets the same decision

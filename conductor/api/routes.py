@@ -111,7 +111,7 @@ async def schedule(http: Request) -> Response:
     with service.tracing.begin("schedule", http.headers) as span:
         body = await body_of(http, ScheduleText)
         tokens = await read_token_ids(body)
-        outcome = service.schedule(conversions.to_request(body, tokens, service.models))
+        outcome = service.schedule(service.request_of(body, tokens))
         span.set(conversions.span_attributes(outcome))
     if isinstance(outcome, Decision):
         hold = service.hold(outcome.request_id)

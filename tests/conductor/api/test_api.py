@@ -212,6 +212,12 @@ class TestSchedule:
         assert response.status_code == 400
         assert "send block_keys" in error_of(response)["message"]
 
+    def test_a_restarted_conductor_does_not_call_tokens_wrong(self, http: TestClient) -> None:
+        body = {"request_id": "r1", "model": MODEL, "token_ids": [1, 2]}
+        response = http.post("/v1/schedule", json=body)
+        assert response.status_code == 404
+        assert error_of(response)["code"] == "unknown_model"
+
     def test_asking_again_gives_the_same_and_counts_once(self, http: TestClient) -> None:
         register(http)
         first, second = (http.post("/v1/schedule", json=prompt()).json() for _ in range(2))
