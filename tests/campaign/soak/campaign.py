@@ -204,7 +204,7 @@ async def kill_gateway_worker(soak: Soak, _: float) -> None:
     before = await door.fallbacks(WORKERS)
     stopped_s = time.monotonic()
     (victim, *_) = (pid for pid in door.workers() if pid != door.kept)
-    ports = kill_worker(victim, door.port)
+    ports = await kill_worker(victim, door.port)
     watched.kills.append(WorkerKill(stopped_s, time.monotonic(), frozenset(ports)))
     watched.lost_fallbacks += max(0.0, before - await door.fallbacks(WORKERS - 1))
     await asyncio.sleep(1.0)  # answers that were placed meanwhile are streams of half a second

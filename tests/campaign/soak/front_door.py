@@ -203,13 +203,19 @@ def clients_of(pid: int, port: int) -> set[int]:
     return found
 
 
-def kill_worker(pid: int, port: int) -> set[int]:
-    """kill -9 a worker; returns the ports of the clients whose connections it had."""
+async def kill_worker(pid: int, port: int) -> set[int]:
+    """kill -9 a worker; returns the ports of the clients whose connections it had. It is dead when
+    this returns: a busy machine takes a while to end it, and it gets connections meanwhile."""
     os.kill(pid, signal.SIGSTOP)
     try:
-        return clients_of(pid, port)
+        found = clients_of(pid, port)
     finally:
         os.kill(pid, signal.SIGKILL)
+    status = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(OSError):
+        while status.read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX":
+            await asyncio.sleep(0.005)
+    return found
 
 
 async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
