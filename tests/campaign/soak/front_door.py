@@ -211,11 +211,20 @@ async def kill_worker(pid: int, port: int) -> set[int]:
         found = clients_of(pid, port)
     finally:
         os.kill(pid, signal.SIGKILL)
-    status = Path(f"/proc/{pid}/stat")
-    with contextlib.suppress(OSError):
-        while status.read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX":
-            await asyncio.sleep(0.005)
+
+    async def dead() -> bool:
+        return _state(pid) in "ZX"
+
+    await until(dead, f"{pid} ends")
     return found
+
+
+def _state(pid: int) -> str:
+    """The letter of a process's state; X if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
