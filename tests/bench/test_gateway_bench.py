@@ -38,7 +38,8 @@ def test_measurements_give_rows_with_limits(name: str) -> None:
     assert not found.traces
     assert not found.missing
     assert [row.name for row in found.rows] == NAMES[name]
-    check([row for row in found.rows if row.name != "stream-memory"])  # it may not grow at all
+    if name != "memory":  # so few streams may not make it grow at all
+        check(found.rows)
 
 
 def test_requests_and_streams_go_all_the_way() -> None:
