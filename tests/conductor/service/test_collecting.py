@@ -1,9 +1,10 @@
-"""The garbage collector looks at new objects between answers, and at no others."""
+"""The garbage collector looks at new objects between answers, and rarely at all of them."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from typing import TYPE_CHECKING
 
 from tiffin.conductor.service.server import collecting
@@ -38,7 +39,36 @@ def test_new_objects_are_looked_at_again_and_again(monkeypatch: pytest.MonkeyPat
     assert set(looks) == {0}
 
 
-def test_what_outlives_a_look_is_never_looked_at() -> None:
+def test_a_cycle_that_outlives_a_look_is_freed_by_one_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tiffin.conductor.service.server.COLLECT_S", 0.0)
+    monkeypatch.setattr("tiffin.conductor.service.server.COLLECT_ALL_S", 0.05)
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    async def scenario() -> None:
+        cycle = Cycle()
+        gc.collect(0)  # it grows old
+        alive = weakref.ref(cycle)
+        del cycle
+        gc.collect(0)
+        assert alive() is not None
+        task = asyncio.create_task(collecting())
+        while alive() is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 20))
+    finally:
+        gc.enable()
+
+
+def test_what_outlives_a_look_is_looked_at_when_told_alone() -> None:
     before = gc.get_threshold()
     try:
         collect_young_only()
