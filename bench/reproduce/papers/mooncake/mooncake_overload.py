@@ -74,16 +74,14 @@ ONE_LENGTH = WorkloadParameters(
 )
 ONE_LENGTH_REQUESTS = 7_000
 
-_SWING = """The load of prefill goes against that of decode, and swings by little: so many are
-refused for their TBT that prefill is never half busy. The lowest load of decode is higher than the
-paper's: that is not explained. Prediction halves the swing of prefill, and not that of decode."""
+_SWING = """The load of prefill swings against that of decode, and prediction damps it; that of
+decode swings little in either. Its lowest load is higher than the paper's: that is not explained."""
 _ORDER = """The paper's order does not come out. On 8 and 8 instances nothing is refused: this
 hardware profile carries twice the trace's rate (13 requests a second of 0.48 s of prefill are 6.3
 of 8 instances). With both pools short, the second check of "baseline" refuses fewer than the first
 one of "early" and "predictive". By the conductor's own shadow accounts most of those whom
-"predictive" refuses would have been in time. Its forecasts allow for the highest load until a
-request has decoded, and for a wait for the KV that is predicted several times too long where cards
-are fast and much is planned: without that wait, half as many are refused in the first minutes."""
+"predictive" refuses would have been in time: its forecasts allow for the highest load until a
+request has decoded."""
 # The look-alike in 20 minutes: 19 requests/s, of which either pool can do some 16.
 SPEED = 3.0
 WARM_S, STOP_S = 100.0, 1200.0
