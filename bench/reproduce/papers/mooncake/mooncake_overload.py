@@ -75,7 +75,7 @@ ONE_LENGTH = WorkloadParameters(
 ONE_LENGTH_REQUESTS = 7_000
 
 _SWING = """The load of prefill swings against that of decode, and prediction damps it; that of
-decode swings little in either. Its lowest load is higher than the paper's: that is not explained."""
+decode swings little in either. Its lowest load is higher than the paper's, which is unexplained."""
 _ORDER = """The paper's order does not come out. On 8 and 8 instances nothing is refused: this
 hardware profile carries twice the trace's rate (13 requests a second of 0.48 s of prefill are 6.3
 of 8 instances). With both pools short, the second check of "baseline" refuses fewer than the first
