@@ -341,7 +341,7 @@ def test_check_says_all_that_is_wrong(tmp_path: Path) -> None:
         f"""
         engine_token_file = "{tmp_path}/none"
         [models.m]
-        tokenizer = "{tmp_path}/nowhere"
+        schema_file = "{tmp_path}/nowhere"
         [clients.app]
         tokens_per_day = 1000
         [clients.app.objectives]
@@ -351,7 +351,7 @@ def test_check_says_all_that_is_wrong(tmp_path: Path) -> None:
     code, said = check(str(config), "--token-file", str(token_file))
     assert code == 1
     for part in (
-        "models.m: there is no",
+        "models.m: can't read a schema",
         "engine_token_file: can't read",
         "quotas per day begin anew",
         "no key of the token file is named client:app",
