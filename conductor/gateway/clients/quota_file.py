@@ -30,6 +30,9 @@ class QuotaFile:
     def __init__(self, path: Path) -> None:
         try:
             self._db = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise InvalidInput(f"quota_file {path}: {error}") from error
+        try:
             with self._db:
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute(
@@ -37,6 +40,7 @@ class QuotaFile:
                     " tokens INTEGER, PRIMARY KEY (day, client)) WITHOUT ROWID"
                 )
         except sqlite3.Error as error:
+            self._db.close()
             raise InvalidInput(f"quota_file {path}: {error}") from error
 
     def add(self, day: int, spent: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:

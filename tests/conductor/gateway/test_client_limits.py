@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -171,7 +172,8 @@ def test_a_quota_is_shared_by_processes_and_outlives_them(tmp_path: Path) -> Non
         file.close()
     for one in (ours, theirs):
         refused("requests_per_day", one.enter, "a", 0.0)
-    assert QuotaFile(path).add(11, {}) == {}  # another day
+    with closing(QuotaFile(path)) as file:
+        assert file.add(11, {}) == {}  # another day
 
 
 def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
