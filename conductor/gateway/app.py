@@ -163,7 +163,7 @@ class _Routes:
             made = ID_KINDS.get(path, "req-") + secrets.token_hex(12)
             honour = self._gateway.config.honour
             owner = _owner(http)
-            client = self._door.client(http) or owner
+            client = self._client(http)
             wishes = read_wishes(http.headers, made, owner, honour)
             if form:
                 kind = http.headers.get("content-type", "")
@@ -177,6 +177,10 @@ class _Routes:
             raise
         span = self._gateway.tracing.begin(f"POST {http.url.path}", http.headers)
         return Serving(self._gateway, ask, span, began, visit, lambda: gate.leave(held))
+
+    def _client(self, http: Request) -> str:
+        """Whose limits count: the name that its key has, or the key itself."""
+        return self._door.client(http) or _owner(http)
 
     async def models(self, http: Request) -> Response:
         """The models that instances serve, and what stands for them, in OpenAI's format."""
@@ -202,9 +206,8 @@ class _Routes:
     async def forward(self, http: Request) -> Response:
         """Tokens of a text, or the text of tokens, by any instance of the model."""
         raw = bytes(await self._intake.body(http, _raw))
-        client = self._door.client(http) or _owner(http)
         gateway = self._gateway
-        ask = gateway.named(client, read_ask(http.url.path, raw, Wishes("")))
+        ask = gateway.named(self._client(http), read_ask(http.url.path, raw, Wishes("")))
         whole = await gateway.forward("POST", http.url.path, ask.model, ask.raw)
         return Response(whole.body, whole.status, whole.headers)
 

@@ -9,6 +9,7 @@ A client is the name that the token file gives to a key, or else the key itself.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from ...wire.answers import Refusal
 from .token_bucket import TokenBucket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from .client_settings import ClientSettings
 
@@ -80,11 +81,8 @@ class ClientLimits:
     def enter(self, client: str, now: float) -> Visit:
         """A request of this client. Raises Refusal (429) if it has too many."""
         state = self._state(client, now)
-        try:
+        with self._counted(state):
             self._check(state, now)
-        except Refusal as refusal:
-            self.totals[state.name, str(refusal.param)] += 1
-            raise
         if state.requests is not None:
             state.requests.take(1, now)
         state.running += 1
@@ -138,9 +136,15 @@ class ClientLimits:
         self._count(client, state, kind, tokens)
 
     def _check_tokens(self, state: _Client, now: float) -> None:
-        try:
+        with self._counted(state):
             self._check_day("tokens", state.settings.tokens_per_day, self._today(state)[1])
             _check_rate("tokens_per_minute", state.tokens, now)
+
+    @contextlib.contextmanager
+    def _counted(self, state: _Client) -> Iterator[None]:
+        """Count a refusal by its limit."""
+        try:
+            yield
         except Refusal as refusal:
             self.totals[state.name, str(refusal.param)] += 1
             raise

@@ -57,7 +57,7 @@ class CircuitBreakers:
             circuit.open_s = longer_s if slow else self._settings.open_s
             circuit.open_until, circuit.back_at = now + circuit.open_s, None
 
-    def succeeded(self, name: str, now: float) -> None:
+    def succeeded(self, name: str) -> None:
         """A request to this instance was answered."""
         circuit = self._circuits.get(name)
         if circuit is None:
@@ -74,7 +74,7 @@ class CircuitBreakers:
         if circuit is not None:
             circuit.healthy = healthy
             if healthy and circuit.open_until is None and circuit.back_at is None:
-                self.succeeded(name, now)
+                self.succeeded(name)
 
     def keep(self, names: Collection[str]) -> None:
         """Forget all other instances."""

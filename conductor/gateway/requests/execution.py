@@ -125,7 +125,7 @@ class Running:
         with span.call("prefill", **_instance(route.prefill)) as call:
             headers = {**call.headers, **_names(ask, engine_id)}
             told = await self._engines.prefill(route.prefill, ask, headers, handoff)
-        self._breakers.succeeded(route.prefill.name, self._clock())
+        self._breakers.succeeded(route.prefill.name)
         if not isinstance(told, Whole):
             if handoff == "stream":
                 self._nodes[route.prefill.name] = engine_bodies.writes_at(told)
@@ -147,7 +147,7 @@ class Running:
         with span.call("first token", **_instance(route.decode)) as call:
             headers = {**call.headers, **_names(ask, engine_id)}
             answer = await self._engines.answer(route.decode, ask, body, headers)
-        self._breakers.succeeded(route.decode.name, self._clock())
+        self._breakers.succeeded(route.decode.name)
         return answer
 
 

@@ -42,7 +42,7 @@ def test_three_failures_in_a_row_open_and_one_success_forgives() -> None:
     for _ in range(5):
         circuits.failed("a", 0.0)
         circuits.failed("a", 0.0)
-        circuits.succeeded("a", 0.0)
+        circuits.succeeded("a")
     assert circuits.avoided(ALL, 0.0) == set()
     for _ in range(3):
         circuits.failed("a", 0.0)
@@ -91,7 +91,10 @@ def test_health_checks_open_and_keep_it_open() -> None:
 def test_there_is_always_one_left(failures: list[tuple[str, bool]]) -> None:
     circuits = breakers()
     for now, (name, good) in enumerate(failures):
-        (circuits.succeeded if good else circuits.failed)(name, float(now))
+        if good:
+            circuits.succeeded(name)
+        else:
+            circuits.failed(name, float(now))
         assert len(circuits.avoided(ALL, float(now))) < len(ALL)
 
 
