@@ -14,6 +14,7 @@ from connectors.vllmserver import VllmServer
 from directory.ports import free_port
 from serversupport import GatewayProcess, Process
 
+from tiffin.conductor.client import ConductorClient
 from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     import psutil
 
-    from tiffin.conductor.client import ConductorClient
     from tiffin.conductor.wire.models import InstanceReply
 
 # A Python that has vLLM; docs/conductor/gateway.md says how to get one without a GPU.
@@ -155,3 +155,23 @@ class Vllm(VllmServer):
     def hit_tokens(self) -> float:
         """The tokens of all prompts that it found in its cache."""
         return self.counter("prefix_cache_hits")
+
+
+@contextlib.contextmanager
+def two_vllms(
+    folder: Path, model_settings: str, profile: str, *more: str
+) -> Iterator[tuple[list[Vllm], FrontDoor]]:
+    """Two of them, `a` and `b`, of the model in `folder` with the options `more`, behind a front
+    door whose conductor has asked them what they are."""
+    with contextlib.ExitStack() as stack:
+        engines = [Vllm(name, folder / "model", *more) for name in ("a", "b")]
+        for one in engines:
+            stack.callback(one.close)
+            one.start()
+        door = stack.enter_context(front_door(folder, model_settings))
+        for one in engines:
+            one.wait()
+        conductor = stack.enter_context(ConductorClient(door.conductor_url))
+        for one in engines:
+            one.add_to(conductor, profile)
+        yield engines, door

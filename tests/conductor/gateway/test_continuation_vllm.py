@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 from kvsupport import wait_until
-from vllmsupport import MARKS, MODEL, PATIENCE_S, Vllm, front_door, make_model, prompt, words
-
-from tiffin.conductor.client import ConductorClient
+from vllmsupport import MARKS, MODEL, PATIENCE_S, Vllm, make_model, prompt, two_vllms, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,16 +89,8 @@ def expected(engine: Vllm, numbers: Sequence[int]) -> list[str]:
 def test_an_engine_killed_under_200_streams_loses_none(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     with contextlib.ExitStack() as stack:
-        engines = [Vllm(name, tmp_path / "model", *ROOM) for name in ("a", "b")]
-        for one in engines:
-            stack.callback(one.close)
-            one.start()
-        door = stack.enter_context(front_door(tmp_path, 'tokenizer = "engine"'))
-        for one in engines:
-            one.wait()
-        conductor = stack.enter_context(ConductorClient(door.conductor_url))
-        for one in engines:
-            one.add_to(conductor, PROFILE)
+        started = two_vllms(tmp_path, 'tokenizer = "engine"', PROFILE, *ROOM)
+        engines, door = stack.enter_context(started)
         client = Client(door.gateway_url)
         stack.callback(client.http.close)
         wait_until(

@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from kvsupport import wait_until
-from vllmsupport import MARKS, MODEL, PATIENCE_S, Vllm, front_door, make_model, prompt, words
-
-from tiffin.conductor.client import ConductorClient
+from vllmsupport import MARKS, MODEL, PATIENCE_S, Vllm, make_model, prompt, two_vllms, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -69,16 +67,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("turns")
     make_model(folder / "model", hidden=512)
     with contextlib.ExitStack() as stack:
-        engines = [Vllm(name, folder / "model", *ROOM) for name in ("a", "b")]
-        for one in engines:
-            stack.callback(one.close)
-            one.start()
-        door = stack.enter_context(front_door(folder, 'keys = "conductor"'))
-        for one in engines:
-            one.wait()
-        conductor = stack.enter_context(ConductorClient(door.conductor_url))
-        for one in engines:
-            one.add_to(conductor, PROFILE)
+        started = two_vllms(folder, 'keys = "conductor"', PROFILE, *ROOM)
+        engines, door = stack.enter_context(started)
         limits = httpx.Limits(max_connections=None)
         http = httpx.Client(
             base_url=door.gateway_url, trust_env=False, timeout=PATIENCE_S, limits=limits
