@@ -14,7 +14,7 @@ import random
 import socket
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import httpx
 import msgspec
@@ -33,7 +33,7 @@ from tiffin.conductor.service.web_server import listening
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
     from pathlib import Path
 
     from tiffin.conductor.api.conductor_service import Service
@@ -86,8 +86,9 @@ class Died(Exception):
 class Engine:
     """A stub engine. `answer` are its tokens; it waits for `go` before each from number `hold_at`
     on, and for `compute` before a prefill. It dies before number `die_at`; with -1 before an
-    answer's first byte. `odd` is a false answer that it gives instead, with its content type.
-    `stored`: what it tells of a prefill's blocks in the pool."""
+    answer's first byte, and is the only one of its `rivals` that does. `odd` is a false answer
+    that it gives instead, with its content type. `stored`: what it tells of a prefill's blocks in
+    the pool."""
 
     name: str
     role: Role = Role.MIXED
@@ -104,6 +105,7 @@ class Engine:
     compute: asyncio.Event = field(default_factory=asyncio.Event)
     sent: bytes = b""
     stored: dict[str, int] = field(default_factory=lambda: {"blocks": 1})
+    rivals: Sequence[Engine] = ()
 
     def __post_init__(self) -> None:
         self.compute.set()
@@ -142,6 +144,11 @@ class Engine:
         """The bodies of its completion requests."""
         return [body for path, body, _ in self.calls if path != "/tokenize"]
 
+    def _die(self) -> NoReturn:
+        for rival in self.rivals:
+            rival.die_at = None
+        raise Died
+
     def _tokenize(self, body: dict[str, Any]) -> Any:
         if not self.tokenizes:
             return PlainTextResponse("Not Found", 404)
@@ -155,7 +162,7 @@ class Engine:
         if self.die_at == -1:
             head = {"type": "http.response.start", "status": 200}
             await send({**head, "headers": [(b"content-type", b"application/json")]})
-            raise Died
+            self._die()
         if body.get("stream"):
             await self._stream(body, send)
             return
@@ -178,7 +185,7 @@ class Engine:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for number, event in enumerate(self.events("messages" in body)):
             if number == self.die_at:
-                raise Died
+                self._die()
             if self.hold_at is not None and number >= self.hold_at:
                 await self.go.wait()
             self.sent += event
@@ -200,6 +207,13 @@ class Engine:
     async def _gone(self, receive: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+
+
+def only_the_first_dies(*engines: Engine) -> tuple[Engine, ...]:
+    """These engines, of which the one that is asked first dies alone."""
+    for engine in engines:
+        engine.rivals = engines
+    return engines
 
 
 @dataclass

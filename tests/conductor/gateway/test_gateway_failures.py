@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from gatewaysupport import TIMES, Engine, changed, cluster, run, skip, until
+from gatewaysupport import TIMES, Engine, changed, cluster, only_the_first_dies, run, skip, until
 
 from tiffin.conductor.client.http_session import NotConnected
 from tiffin.conductor.errors import ConductorUnavailable, UnknownModel
@@ -185,14 +185,9 @@ class TestAnInstanceIsGone:
         """The client has got nothing yet, so it does not notice the failure."""
 
         async def scenario() -> None:
-            engines = Engine("m0", die_at=0), Engine("m1", die_at=0)
+            engines = only_the_first_dies(Engine("m0", die_at=0), Engine("m1", die_at=0))
             async with cluster(*engines) as it:
-                asked = asyncio.create_task(it.post({"prompt": PROMPT, "stream": True}))
-                await until(lambda: any(engine.completions for engine in engines))
-                for engine in engines:
-                    if not engine.completions:
-                        engine.die_at = None
-                response = await asked
+                response = await it.post({"prompt": PROMPT, "stream": True})
                 assert response.status_code == 200
                 assert events_of(response.content)[-1] == b"[DONE]"
 
@@ -235,14 +230,11 @@ class TestAnInstanceIsGone:
 
         async def scenario() -> None:
             prefill = Engine("p0", Role.PREFILL)
-            decodes = Engine("d0", Role.DECODE, die_at=-1), Engine("d1", Role.DECODE, die_at=-1)
+            decodes = only_the_first_dies(
+                Engine("d0", Role.DECODE, die_at=-1), Engine("d1", Role.DECODE, die_at=-1)
+            )
             async with cluster(prefill, *decodes, settings=SPLIT) as it:
-                asked = asyncio.create_task(it.post({"prompt": PROMPT, "stream": True}))
-                await until(lambda: any(engine.completions for engine in decodes))
-                for engine in decodes:
-                    if not engine.completions:
-                        engine.die_at = None
-                response = await asked
+                response = await it.post({"prompt": PROMPT, "stream": True})
                 assert response.status_code == 200
                 assert len(prefill.completions) == 2
                 ids = [headers["x-request-id"] for path, _, headers in prefill.calls if "c" in path]
