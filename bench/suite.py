@@ -56,9 +56,9 @@ class SuiteReport:
     """The results of one run.
 
     `crashed` maps a crashed measurement to its error, `traces` to its traceback. `missing` maps a
-    measurement that was left out to its missing dependency; None in a suite whose measurements have
-    no dependencies. `surroundings` has one entry per row, in a suite that reads its surroundings
-    after each measurement.
+    measurement that was left out, or a part of one, to its missing dependency; None in a suite
+    whose measurements have no dependencies. `surroundings` has one entry per row, in a suite that
+    reads its surroundings after each measurement.
     """
 
     suite: str
@@ -114,6 +114,7 @@ class Suite(Generic[S]):
     libraries: tuple[str, ...] = LIBRARIES
     surroundings: Callable[[S], dict[str, Any]] | None = None
     in_words: Callable[[dict[str, Any]], str] | None = None
+    left_out: Callable[[S], dict[str, str]] | None = None
 
     def run(self, setting: S, names: Iterable[str], started: Tell = print) -> SuiteReport:
         """Run the named measurements; calls `started(name)` before each.
@@ -136,6 +137,8 @@ class Suite(Generic[S]):
             except _CRASHES as error:
                 report.crashed[name] = f"{type(error).__name__}: {error}"
                 report.traces[name] = traceback.format_exc()
+        if self.left_out is not None:
+            report.missing = {**(report.missing or {}), **self.left_out(setting)}
         return report
 
     def _environment(self, setting: S) -> dict[str, Any]:

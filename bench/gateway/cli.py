@@ -24,10 +24,15 @@ def gateway(
     as_markdown: AsMarkdown = False,
     out: Annotated[Path, out_option(SUITE)] = Path("out"),
     row: Annotated[list[str] | None, row_option(SUITE)] = None,
+    environments: Annotated[
+        Path, typer.Option(help="The folder that bench/peers/install.sh has filled.")
+    ] = Path(".venv-peers"),
 ) -> None:
-    """Measure a gateway with its conductor before a stub engine, beside nginx before the same one.
+    """Measure a gateway with its conductor before stub engines, beside nginx and the routers of
+    SGLang and vLLM before the same ones.
 
-    Without nginx the limit is the engine alone. All processes share this machine's cores: the CPU
+    Without nginx the limit is the engine alone; routers that are not installed are left out and
+    named, with the command that installs them. All processes share this machine's cores: the CPU
     time per request and the ratios say more than the rates. Timings are not assertions: it exits
     with 1 only when a measurement crashed.
 
@@ -35,7 +40,8 @@ def gateway(
 
     `tiffin bench gateway --quick`, `tiffin bench gateway --row cpu --row streams`
     """
-    setting = partial(Setting, Sizes.quick() if quick else Sizes())
+    sizes = Sizes.quick() if quick else Sizes()
+    setting = partial(Setting, sizes, environments=environments.absolute())
     carry_out(
         SUITE,
         setting,

@@ -1,4 +1,5 @@
-"""What is measured: a stub engine, a conductor, a gateway and nginx, each a process of its own."""
+"""What is measured: stub engines, a conductor, a gateway, nginx and other routers, each a process
+of its own. The stub engines are one process."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from tiffin.kvstore.errors import NodeUnavailable
 from ..conductor.processes.peer import PeerProcess, peer
 from ..conductor.service import COMMANDS, accepts, lacking
 from ..network.setting import LOOPBACK, await_answer, cpu_seconds, running
+from ..peers.routers import router
 from .processes.clients import Outcome
 
 if TYPE_CHECKING:
@@ -29,10 +31,11 @@ if TYPE_CHECKING:
 MODEL = "stub"
 TOKEN_IDS = list(range(1000, 1200))
 TEXT = "Where does the lunch of Mumbai come from, and who carries it? " * 12
-# More than one, as the conductor compares instances; all are the one stub.
+# More than one, as what is measured chooses among them.
 INSTANCES = 8
 # Instances register once and then send no heartbeats.
 _SETTINGS = {"core": {"heartbeat_timeout_s": 3600.0}}
+_QUIET = ("--log-level", "error")
 _PROCESSES = "tiffin.bench.gateway.processes"
 # One process, as ours is. Connections to the stub are kept; a stream is passed on as it comes.
 _NGINX = """
@@ -41,7 +44,7 @@ events {{ worker_connections 8192; }}
 http {{
   access_log off; client_body_temp_path body; proxy_temp_path proxy;
   fastcgi_temp_path fastcgi; uwsgi_temp_path uwsgi; scgi_temp_path scgi;
-  upstream engines {{ server 127.0.0.1:{engine}; keepalive 1024; keepalive_requests 1000000; }}
+  upstream engines {{ {servers} keepalive 1024; keepalive_requests 1000000; }}
   server {{
     listen 127.0.0.1:{port} backlog=4096; keepalive_requests 1000000; client_max_body_size 8m;
     location / {{
@@ -55,13 +58,15 @@ http {{
 
 @dataclass(slots=True)
 class Fleet:
-    """The running processes. `engine`, `gateway` and `nginx` are ports, nginx's 0 if there is
-    none; `pids` has a process by name, `gateway` with those of its workers."""
+    """The running processes. `engines`, `gateway` and `nginx` are ports, nginx's 0 if there is
+    none; `routers` has those of others by name. `pids` has a process by name, `gateway` with those
+    of its workers."""
 
     clients: PeerProcess
-    engine: int
-    gateway: int
-    nginx: int
+    engines: list[int]
+    gateway: int = 0
+    nginx: int = 0
+    routers: dict[str, int] = field(default_factory=dict)
     pids: dict[str, list[int]] = field(default_factory=dict)
 
     @property
@@ -72,8 +77,8 @@ class Fleet:
     @property
     def sides(self) -> dict[str, int]:
         """Ports by name, in the order of the turns."""
-        found = {"engine": self.engine, "nginx": self.nginx, "gateway": self.gateway}
-        return {name: port for name, port in found.items() if port}
+        found = {"engine": self.engines[0], "nginx": self.nginx, "gateway": self.gateway}
+        return {name: port for name, port in found.items() if port} | self.routers
 
     def cpu_s(self, name: str) -> float:
         """The CPU time of a process so far."""
@@ -97,53 +102,97 @@ def short_body(prompt: list[int] | str = TOKEN_IDS, **more: Any) -> dict[str, An
     return {"model": MODEL, "prompt": prompt, "max_tokens": 1, **more}
 
 
-def stream_body(tokens: int, gap_s: float) -> dict[str, Any]:
+def stream_body(tokens: int, gap_s: float, prompt: list[int] | str = TOKEN_IDS) -> dict[str, Any]:
     """A request for a streamed answer, a token each `gap_s`."""
     asked = {"stream": True, "max_tokens": tokens, "gap_s": gap_s}
-    return {"model": MODEL, "prompt": TOKEN_IDS, **asked}
+    return {"model": MODEL, "prompt": prompt, **asked}
 
 
 @contextlib.contextmanager
 def fleet(
-    setting: Setting, config: Mapping[str, Any] | None = None, workers: int = 1
+    setting: Setting,
+    config: Mapping[str, Any] | None = None,
+    workers: int = 1,
+    routers: Mapping[str, Path] | None = None,
 ) -> Iterator[Fleet]:
-    """Start everything. `config` is the gateway's. Raises Missing, NodeUnavailable."""
+    """Start everything. `config` is the gateway's; `routers` are those of others to start, each
+    with the Python of its environment. Raises Missing, NodeUnavailable."""
     lacking()
-    engine, conductor, gateway, nginx = (free_port(LOOPBACK) for _ in range(4))
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiffin-bench-")))
-        clients = stack.enter_context(
-            peer("the clients", [sys.executable, "-m", f"{_PROCESSES}.clients"])
+        start = _Start(stack)
+        start.engines()
+        start.nginx()
+        for name, python in (routers or {}).items():
+            setting.tell(f"{name} starts")
+            start.router(name, python)
+        start.gateway(start.conductor(), config or {}, workers)
+        yield start.fleet
+
+
+class _Start:
+    """Starts the processes of a fleet; they end with `stack`."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="tiffin-bench-"))
         )
-        it = Fleet(clients, engine, gateway, 0)
+        command = [sys.executable, "-m", f"{_PROCESSES}.clients"]
+        clients = stack.enter_context(peer("the clients", command))
+        self.fleet = Fleet(clients, [free_port(LOOPBACK) for _ in range(INSTANCES)])
 
-        def start(name: str, port: int, *command: str) -> None:
-            process = stack.enter_context(running(command))
-            await_answer(process, lambda: accepts(port), name)
-            it.pids[name] = [process.pid]
+    def _process(self, name: str, port: int, *command: str) -> None:
+        process = self._stack.enter_context(running(command))
+        await_answer(process, lambda: accepts(port), name)
+        self.fleet.pids[name] = [process.pid]
 
-        start("engine", engine, sys.executable, "-m", f"{_PROCESSES}.stub_engine", str(engine))
+    def engines(self) -> None:
+        """The stub engines."""
+        ports = self.fleet.engines
+        module = f"{_PROCESSES}.stub_engine"
+        self._process("engine", ports[-1], sys.executable, "-m", module, *map(str, ports))
+
+    def nginx(self) -> None:
+        """nginx, if it is installed."""
         program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-        if program is not None:
-            it.nginx = nginx
-            (folder / "nginx.conf").write_text(_NGINX.format(engine=engine, port=nginx))
-            start("nginx", nginx, program, "-p", str(folder), "-c", "nginx.conf")
-        quiet = ("--log-level", "error")
-        listen = ("--listen", f"{LOOPBACK}:{conductor}")
-        start("conductor", conductor, sys.executable, "-c", COMMANDS, "conductor", *listen, *quiet)
-        _register(conductor, engine)
-        command = [*(sys.executable, "-c", GATEWAY, "gateway"), *quiet]
-        command += ["--listen", f"{LOOPBACK}:{gateway}"]
-        command += ["--conductor", f"http://{LOOPBACK}:{conductor}"]
+        if program is None:
+            return
+        port = self.fleet.nginx = free_port(LOOPBACK)
+        servers = " ".join(f"server {LOOPBACK}:{one};" for one in self.fleet.engines)
+        config = _NGINX.format(servers=servers, port=port)
+        (self._folder / "nginx.conf").write_text(config, encoding="ascii")
+        self._process("nginx", port, program, "-p", str(self._folder), "-c", "nginx.conf")
+
+    def router(self, name: str, python: Path) -> None:
+        """A router of others."""
+        urls = [f"http://{LOOPBACK}:{one}" for one in self.fleet.engines]
+        process, port = self._stack.enter_context(router(name, python, urls, MODEL))
+        self.fleet.routers[name] = port
+        self.fleet.pids[name] = [process.popen.pid]
+
+    def conductor(self) -> int:
+        """The conductor, with an instance for each engine; its port."""
+        port = free_port(LOOPBACK)
+        listen = ("--listen", f"{LOOPBACK}:{port}", *_QUIET)
+        self._process("conductor", port, sys.executable, "-c", COMMANDS, "conductor", *listen)
+        _register(port, self.fleet.engines)
+        return port
+
+    def gateway(self, conductor: int, config: Mapping[str, Any], workers: int) -> None:
+        """The gateway."""
+        port = self.fleet.gateway = free_port(LOOPBACK)
+        options = ["--listen", f"{LOOPBACK}:{port}", *_QUIET]
+        options += ["--conductor", f"http://{LOOPBACK}:{conductor}"]
         if config:
-            (folder / "gateway.json").write_text(json.dumps(config))
-            command += ["--config", str(folder / "gateway.json")]
+            path = self._folder / "gateway.json"
+            path.write_text(json.dumps(config), encoding="ascii")
+            options += ["--config", str(path)]
         if workers > 1:
-            command += ["--workers", str(workers)]
-        start("gateway", gateway, *command)
+            options += ["--workers", str(workers)]
+        self._process("gateway", port, sys.executable, "-c", GATEWAY, "gateway", *options)
         if workers > 1:
-            it.pids["gateway"] = _workers_of(it.pids["gateway"][0], gateway, workers)
-        yield it
+            (supervisor,) = self.fleet.pids["gateway"]
+            self.fleet.pids["gateway"] = _workers_of(supervisor, port, workers)
 
 
 # The command `tiffin gateway`, also where no `tiffin` is installed.
@@ -153,15 +202,15 @@ GATEWAY = (
 )
 
 
-def _register(conductor: int, engine: int) -> None:
+def _register(conductor: int, engines: list[int]) -> None:
     from tiffin.conductor.client import ConductorClient
     from tiffin.conductor.cost.latency_profiles import DEFAULT
     from tiffin.conductor.records import InstanceSpec, Role
 
     with ConductorClient(f"http://{LOOPBACK}:{conductor}") as client:
         client.patch(_SETTINGS)
-        for number in range(INSTANCES):
-            url = f"http://{LOOPBACK}:{engine}"
+        for number, port in enumerate(engines):
+            url = f"http://{LOOPBACK}:{port}"
             client.register(InstanceSpec(f"e{number}", MODEL, Role.MIXED, DEFAULT, url=url))
 
 

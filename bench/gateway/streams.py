@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..store.rows import MICROSECONDS, Row, Spread, Target, single, times
 from .fleet import fleet, stream_body
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from .fleet import Fleet
+    from .processes.clients import Outcome
     from .setting import Setting
 
+# An answer, and the two refusals.
+_EXPECTED = ("200", "429", "503")
 # No second token comes while memory is measured.
 _NEVER_S = 3600.0
 
@@ -29,7 +33,7 @@ def _tokens(it: Fleet, number: int, setting: Setting) -> list[Row]:
     sides = [name for name in it.sides if name == "gateway" or name == it.beside]
     rates: dict[str, list[float]] = {name: [] for name in sides}
     taken: dict[str, list[float]] = {name: [] for name in sides}
-    lost = 0
+    ours: list[Outcome] = []
     for _ in range(sizes.turns):
         for name in sides:
             setting.tell(f"{number} streams, {name}")
@@ -39,7 +43,7 @@ def _tokens(it: Fleet, number: int, setting: Setting) -> list[Row]:
             rates[name].append(outcome.tokens / outcome.took_s)
             taken[name].append((it.cpu_s(name) - before_s) / max(outcome.tokens, 1))
             if name == "gateway":
-                lost += number * sizes.stream_tokens - outcome.tokens
+                ours.append(outcome)
     what = f"{number} streams of {sizes.stream_tokens} tokens, one each {sizes.gap_s * 1e3:g} ms"
     beside = it.beside
     offered = number / sizes.gap_s
@@ -52,7 +56,7 @@ def _tokens(it: Fleet, number: int, setting: Setting) -> list[Row]:
             limit_what=f"through {beside}",
             limit=Spread.of(rates[beside], lower_is_better=False),
             targets=(Target("p50", ">=", 25_000.0),) if offered > 25_000.0 else (),
-            note=f"{lost} tokens lost" if lost else "",
+            note=shortfall(ours, sizes.stream_tokens),
         ),
         Row(
             name=f"cpu-token-{number}",
@@ -64,6 +68,19 @@ def _tokens(it: Fleet, number: int, setting: Setting) -> list[Row]:
             targets=(Target("p50", "<=", 1e6 / 25_000),),
         ),
     ]
+
+
+def shortfall(outcomes: Iterable[Outcome], tokens: int) -> str:
+    """What streams of so many tokens lack, in words: those that were refused, with the reason, and
+    those that failed; tokens that are missing in answers that ended well. "" if all came."""
+    refused, failed, lost = Counter[str](), Counter[str](), 0
+    for outcome in outcomes:
+        refused.update(outcome.reasons)
+        failed.update({s: n for s, n in outcome.statuses.items() if s not in _EXPECTED})
+        lost += len(outcome.seconds) * tokens - outcome.tokens
+    said = [f"{count} streams refused ({why})" for why, count in refused.items()]
+    said += [f"{count} streams failed ({what})" for what, count in failed.items()]
+    return ", ".join([*said, f"{lost} tokens lost"] if lost else said)
 
 
 def memory(setting: Setting) -> list[Row]:

@@ -5,10 +5,12 @@ Their modules are imported only when they run, as for `bench conductor`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..conductor.setting import Missing
 from ..environment import LIBRARIES
+from ..peers.environments import in_words, versions
+from ..peers.routers import ROUTERS
 from ..suite import Suite
 
 if TYPE_CHECKING:
@@ -27,6 +29,20 @@ def _requests(name: str) -> Measurement:
         return MEASUREMENTS[name](setting)
 
     return measure
+
+
+def _beside(setting: Setting) -> list[Row]:
+    from .beside import beside
+
+    return beside(setting)
+
+
+def _routers(setting: Setting) -> dict[str, Any]:
+    return versions(setting.environments, ROUTERS)
+
+
+def _left_out(setting: Setting) -> dict[str, str]:
+    return setting.left_out
 
 
 def _streams(name: str) -> Measurement:
@@ -48,7 +64,11 @@ SUITE: Suite[Setting] = Suite(
         "streams": _streams("streams"),
         "memory": _streams("memory"),
         "overload": _requests("overload"),
+        "routers": _beside,
     },
     lack=Missing,
     libraries=(*LIBRARIES, "aiohttp", "uvicorn", "httptools"),
+    surroundings=_routers,
+    in_words=in_words,
+    left_out=_left_out,
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..environment import UNKNOWN
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 _ASK_S = 120.0
@@ -25,13 +26,22 @@ class Missing(Exception):
 @dataclass(frozen=True, slots=True)
 class Peer:
     """A system to compare with: its name in `install.sh` and for people, its package, the version
-    that was run, and the module that has to be importable."""
+    that was run, and the module that has to be importable. `source`: where pip finds it, if its
+    package is not on PyPI."""
 
     name: str
     title: str
     package: str
     tested: str
     module: str
+    source: str = ""
+
+    @property
+    def requirement(self) -> str:
+        """What `install.sh` gives to pip."""
+        return (
+            f"{self.package} @ {self.source}" if self.source else f"{self.package}=={self.tested}"
+        )
 
 
 PEERS = {
@@ -53,6 +63,16 @@ PEERS = {
             "0.3.2",
             "sglang_router.sglang_router_rs",
         ),
+        Peer("vllm-router", "vLLM's router", "vllm-router", "0.1.17", "vllm_router_rs"),
+        # Another program than the one above, whose package has the same name.
+        Peer(
+            "production-stack",
+            "production-stack's router",
+            "vllm-router",
+            "0.1.12",
+            "vllm_router.log",
+            "git+https://github.com/vllm-project/production-stack@vllm-stack-0.1.12",
+        ),
     )
 }
 
@@ -61,7 +81,7 @@ def python_of(folder: Path, name: str) -> Path:
     """The Python of a peer's environment, which imports the peer. Raises Missing."""
     peer, python = PEERS[name], folder / name / "bin" / "python"
     if not python.exists():
-        raise Missing(_how(folder, peer, f"{python} is not there"))
+        raise Missing(_how(folder, peer, "not installed"))
     asked = _ask(python, f"import {peer.module}")
     if asked.returncode:
         said = asked.stderr.strip().splitlines() or ["no message"]
@@ -78,9 +98,9 @@ def version_of(folder: Path, name: str) -> str:
     return _ask(python, ask).stdout.strip() or UNKNOWN
 
 
-def versions(folder: Path) -> dict[str, str]:
-    """The version of every peer."""
-    return {name: version_of(folder, name) for name in PEERS}
+def versions(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The versions of these peers."""
+    return {name: version_of(folder, name) for name in names}
 
 
 def in_words(found: dict[str, str]) -> str:
@@ -89,7 +109,10 @@ def in_words(found: dict[str, str]) -> str:
 
 
 def _how(folder: Path, peer: Peer, lack: str) -> str:
-    return f"{lack}; run: bench/peers/install.sh python3 {folder} {peer.name}, or make bench-peers"
+    return (
+        f"{lack}: make bench-peers installs it, and this it alone: "
+        f"bench/peers/install.sh python3 {folder} {peer.name}"
+    )
 
 
 def _ask(python: Path, code: str) -> subprocess.CompletedProcess[str]:

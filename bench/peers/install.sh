@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Makes an environment for each peer of `tiffin bench peers`, beside ours and without changing it:
+# Makes an environment for each peer of `tiffin bench peers` and of the routers of `tiffin bench
+# gateway`, beside ours and without changing it:
 #
 #   install.sh PYTHON FOLDER [PEER ...]
 #
-# PEER is mooncake, lmcache, dynamo or sglang; the default is all four: 2.3 GB in FOLDER, most of it
+# PEER is mooncake, lmcache, dynamo, sglang, vllm-router or production-stack; the default is all but
+# the last, whose package is not on PyPI, only its source at GitHub: 2.3 GB in FOLDER, most of it
 # LMCache's torch. pip must find torch's builds for CPUs, as for tests/engines/install.sh.
 # Mooncake also needs libraries of the system: apt install libibverbs1 librdmacm1 libnuma1
 set -euo pipefail
@@ -37,6 +39,17 @@ sglang() {
     environment sglang sglang-router==0.3.2
 }
 
-for peer in "${@:-mooncake lmcache dynamo sglang}"; do
+vllm-router() { # of github.com/vllm-project/router
+    environment vllm-router vllm-router==0.1.17
+}
+
+# Its package has the same name as the one above. Its router runs on Python 3.11 as well, whatever
+# the package says.
+production-stack() {
+    environment production-stack --ignore-requires-python \
+        "vllm-router @ git+https://github.com/vllm-project/production-stack@vllm-stack-0.1.12"
+}
+
+for peer in "${@:-mooncake lmcache dynamo sglang vllm-router}"; do
     for name in $peer; do "$name"; done
 done

@@ -28,6 +28,7 @@ from ..network.setting import LOOPBACK, await_answer, cpu_seconds
 from ..store.rows import MICROSECONDS
 from ..store.setting import MIB, schema_of
 from ..vllm.engine_process import GroupProcess, service
+from . import routers
 from .conversations import Conversation, Http, completion, conversations, raw_request
 from .environments import Missing
 from .processes import backends
@@ -70,7 +71,7 @@ class _Side:
 
 def sglang(setting: Setting) -> list[Row]:
     """Latency and CPU time of each pair. Raises Missing, NodeUnavailable."""
-    setting.python(_PEER)
+    python = setting.python(_PEER)
     _need_services()
     sizes = setting.sizes
     talks = conversations(sizes.conversations)
@@ -78,7 +79,8 @@ def sglang(setting: Setting) -> list[Row]:
         enter = stack.enter_context
         setting.tell("the router, the conductor and the gateway start")
         ports = enter(_backends(sizes))
-        router, router_port = enter(_router(setting, ports))
+        urls = [f"http://{LOOPBACK}:{one}" for one in ports]
+        router, router_port = enter(routers.router(_PEER, python, urls, MODEL))
         conductor, conductor_port = enter(_conductor(ports))
         gateway, gateway_port = enter(_gateway(conductor_port))
         direct, to_router, to_gateway, to_conductor = (
@@ -199,21 +201,6 @@ def _backends(sizes: Sizes) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _router(setting: Setting, ports: list[int]) -> Iterator[tuple[GroupProcess, int]]:
-    port = free_port(LOOPBACK)
-    command = [
-        *(str(setting.python(_PEER)), "-m", "sglang_router.launch_router"),
-        *("--host", LOOPBACK, "--port", str(port), "--policy", "cache_aware"),
-        *("--worker-urls", *(f"http://{LOOPBACK}:{one}" for one in ports)),
-        *("--prometheus-host", LOOPBACK, "--prometheus-port", str(free_port(LOOPBACK))),
-        *("--log-level", "error", "--max-concurrent-requests", "-1"),
-    ]
-    with service("SGLang's router", command) as process:
-        await_answer(process.popen, lambda: _ready(port, "/readiness"), "SGLang's router")
-        yield process, port
-
-
-@contextlib.contextmanager
 def _conductor(ports: list[int]) -> Iterator[tuple[GroupProcess, int]]:
     from tiffin.conductor.client import ConductorClient
 
@@ -245,12 +232,5 @@ def _gateway(conductor_port: int) -> Iterator[tuple[GroupProcess, int]]:
             *("--conductor", f"http://{LOOPBACK}:{conductor_port}", "--config", str(config)),
         ]
         with service("the gateway", [sys.executable, "-c", _COMMANDS, *options]) as process:
-            await_answer(process.popen, lambda: _ready(port, "/readyz"), "the gateway")
+            await_answer(process.popen, lambda: routers.answers(port, "/readyz"), "the gateway")
             yield process, port
-
-
-def _ready(port: int, path: str) -> bool:
-    with contextlib.suppress(OSError), Http(port) as http:
-        http.ask(raw_request("GET", path, b""))
-        return True
-    return False

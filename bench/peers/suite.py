@@ -13,16 +13,24 @@ from .mooncake import mooncake
 from .sglang import sglang
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..store.rows import Row
     from .setting import Setting
 
 
+_MEASUREMENTS: dict[str, Callable[[Setting], list[Row]]] = {
+    "mooncake": mooncake, "lmcache": lmcache, "dynamo": dynamo, "sglang": sglang,
+}  # fmt: skip
+
+
 def _peers(setting: Setting) -> dict[str, Any]:
-    return versions(setting.folder)
+    return versions(setting.folder, _MEASUREMENTS)
 
 
 SUITE: Suite[Setting] = Suite(
     "peers",
-    {"mooncake": mooncake, "lmcache": lmcache, "dynamo": dynamo, "sglang": sglang},
+    _MEASUREMENTS,
     lack=Missing,
     libraries=(*LIBRARIES, "fastapi", "uvicorn", "httptools"),
     surroundings=_peers,

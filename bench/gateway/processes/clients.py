@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -25,17 +26,19 @@ from typing import Any, cast
 _HOST = "127.0.0.1"
 _PATIENCE_S = 120.0
 _TOKEN = b'data: {"'
+_CODE = re.compile(rb'"code": *"(\w+)"')
 
 
 @dataclass(slots=True)
 class Outcome:
     """What came of some requests: seconds of each good answer, seconds of each refusal (429, 503),
-    how many answers of each status, tokens of streams, answers with a fallback's header, and how
-    long all took."""
+    how many answers of each status, the codes of refusals, tokens of streams, answers with a
+    fallback's header, and how long all took."""
 
     seconds: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
     statuses: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     fallbacks: int = 0
     took_s: float = 0.0
@@ -49,6 +52,8 @@ class Outcome:
             self.seconds.append(seconds)
         elif answer.status in (429, 503):
             self.refused_s.append(seconds)
+            code = answer.code or "without a reason"
+            self.reasons[code] = self.reasons.get(code, 0) + 1
 
     def count(self, what: str) -> None:
         """Count an answer by its status, or the error in its place."""
@@ -57,9 +62,10 @@ class Outcome:
 
 @dataclass(slots=True)
 class Answer:
-    """An answer so far."""
+    """An answer so far. `code` of its error."""
 
     status: int = 0
+    code: str = ""
     tokens: int = 0
     fallback: bool = False
 
@@ -119,6 +125,10 @@ class _Connection(asyncio.Protocol):
         if self._left is not None:
             self._left -= len(data)
             ended = self._left <= 0
+            if self._answer.status != 200:
+                self._tail += data
+                code = _CODE.search(self._tail) if ended else None
+                self._answer.code = code[1].decode() if code else ""
         else:
             seen = self._tail + data
             self._answer.tokens += seen.count(_TOKEN)

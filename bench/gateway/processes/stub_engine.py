@@ -1,10 +1,12 @@
 """An engine that computes nothing: it answers completions at once, or streams tokens as asked.
 
-    python -m tiffin.bench.gateway.processes.stub_engine PORT
+    python -m tiffin.bench.gateway.processes.stub_engine PORT ...
 
-Fields of a body that it knows: `stream`, `max_tokens`; `gap_s`, between two tokens of a stream and
-before a whole answer. `POST /tokenize` gives a token id per word. On asyncio's transports, as it
-has to be far faster than what is measured before it.
+One process serves all ports, each as an engine of its own. Fields of a body that it knows:
+`stream`, `max_tokens`; `gap_s`, between two tokens of a stream and before a whole answer. `POST
+/tokenize` gives a token id per word. What routers ask before they use an engine, by GET, is
+answered as vLLM and SGLang do. On asyncio's transports, as it has to be far faster than what is
+measured before it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ _EVENT = (
     b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"stub",'
     b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'
 )
+_MODELS = json.dumps({"object": "list", "data": [{"id": "stub", "object": "model"}]}).encode()
+_ABOUT = json.dumps({"model_path": "stub", "served_model_name": "stub", "dp_size": 1}).encode()
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
@@ -48,6 +52,8 @@ def _json(body: bytes) -> bytes:
 
 _TOKEN, _END = _chunk(_EVENT), _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 _ANSWER, _TOKENS = _json(_WHOLE), _json(_TOKENIZED)
+_GOT = {b"/v1/models": _json(_MODELS), b"/metrics": _json(b"")}
+_TOLD = _json(_ABOUT)
 
 
 class _Connection(asyncio.Protocol):
@@ -75,6 +81,9 @@ class _Connection(asyncio.Protocol):
         if head.startswith(b"POST /tokenize "):
             self._transport.write(_TOKENS)
             return
+        if head.startswith(b"GET "):
+            self._transport.write(_GOT.get(head.split(b" ", 2)[1], _TOLD))
+            return
         asked = json.loads(body) if body else {}
         if asked.get("stream") or asked.get("gap_s"):
             self._work = asyncio.get_running_loop().create_task(self._answer(asked))
@@ -94,14 +103,16 @@ class _Connection(asyncio.Protocol):
         self._transport.write(_END)
 
 
-async def run(port: int) -> None:
+async def run(ports: list[int]) -> None:
     """Serve until the process is ended."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(_Connection, "127.0.0.1", port, backlog=4096)
-    await server.serve_forever()
+    servers = [
+        await loop.create_server(_Connection, "127.0.0.1", port, backlog=4096) for port in ports
+    ]
+    await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
 if __name__ == "__main__":
     import uvloop
 
-    uvloop.run(run(int(sys.argv[1])))
+    uvloop.run(run([int(port) for port in sys.argv[1:]]))

@@ -89,8 +89,9 @@ def test_peers_that_are_not_installed_are_left_out_with_the_command(setting: Set
     assert not found.rows
     assert not found.crashed
     assert found.missing is not None
-    assert list(found.missing) == list(PEERS) == ["mooncake", "lmcache", "dynamo", "sglang"]
+    assert list(found.missing) == ["mooncake", "lmcache", "dynamo", "sglang"]
     for name, lack in found.missing.items():
+        assert lack.startswith("not installed: make bench-peers installs it")
         assert f"install.sh python3 {setting.folder} {name}" in lack
     assert "Dynamo not installed" in found.environment["device"]["text"]
 
@@ -109,7 +110,8 @@ def test_an_environment_that_cannot_import_its_peer_is_missing_with_the_reason(
 def test_what_is_installed_is_what_was_run() -> None:
     script = (PROCESSES.parent / "install.sh").read_text()
     for peer in PEERS.values():
-        assert f"{peer.package}=={peer.tested}" in script
+        assert peer.requirement in script
+        assert peer.tested in peer.requirement
 
 
 def test_the_command_without_peers_says_so_and_succeeds(
@@ -122,8 +124,8 @@ def test_the_command_without_peers_says_so_and_succeeds(
     assert done.exit_code == 0, done.output
     plain = json.loads((tmp_path / "out" / "bench-peers.json").read_text())
     assert json.loads(done.stdout) == plain
-    assert list(plain["missing"]) == list(PEERS)
-    for name in PEERS:
+    assert list(plain["missing"]) == list(SUITE.measurements)
+    for name in SUITE.measurements:
         assert f"left out {name}: " in done.stderr
     assert "in 0 of 0 rows" in done.stderr
 
@@ -289,8 +291,11 @@ def test_our_gateway_and_our_schedule_stand_beside_a_router(
     """The double of the router is one more trivial worker."""
 
     @contextlib.contextmanager
-    def router(setting: Setting, ports: list[int]) -> Iterator[tuple[GroupProcess, int]]:
-        assert len(ports) == setting.sizes.backends
+    def router(
+        name: str, python: Path, urls: list[str], model: str
+    ) -> Iterator[tuple[GroupProcess, int]]:
+        assert (name, model) == ("sglang", "bench")
+        assert len(urls) == setting.sizes.backends
         port = sglang.free_port(sglang.LOOPBACK)
         command = [sys.executable, str(sglang.backends.__file__), str(port)]
         process = GroupProcess("the router's double", command)
@@ -300,7 +305,7 @@ def test_our_gateway_and_our_schedule_stand_beside_a_router(
         finally:
             process.end()
 
-    monkeypatch.setattr(sglang, "_router", router)
+    monkeypatch.setattr(sglang.routers, "router", router)
     monkeypatch.setattr(Setting, "python", lambda self, name: Path(sys.executable))
     rows = sglang.sglang(replace(setting))
     assert [row.name for row in rows] == [
@@ -313,7 +318,7 @@ def test_our_gateway_and_our_schedule_stand_beside_a_router(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", SUITE.measurements)
 def test_a_real_peer(name: str) -> None:
     """Where `bench/peers/install.sh` has filled the folder that TIFFIN_PEERS names. Mooncake needs
     the loopback of a network namespace of its own, as `make bench-peers` makes one."""
