@@ -29,6 +29,7 @@ from ..wire import conversions
 from ..wire.block_keys import KeyedModels, parse_schema
 from ..wire.decision_text import Shown
 from .decision_stream import Broadcast
+from .release_mailboxes import ReleaseMailboxes
 from .release_waiters import ReleaseWaiters
 from .request_bodies import Limits
 
@@ -90,6 +91,7 @@ class Service:
         self.broadcast = Broadcast[Shown](self.limits.streams, self.limits.stream_backlog)
         self.clock = clock
         self._releases = ReleaseWaiters()
+        self.mailboxes = ReleaseMailboxes(core.dispatch.holds)
         self._wall = wall
         self._reasons = reasons
         self._feeding = feeding
@@ -151,7 +153,9 @@ class Service:
         wake whoever waits for the release of a request that is held no more."""
         for rejection in self.core.put_out():
             self._rejected_after_all(rejection)
-        self._releases.wake(self.core.dispatch.ended())
+        ended = self.core.dispatch.ended()
+        self._releases.wake(ended)
+        self.mailboxes.put(ended)
 
     def _rejected_after_all(self, rejection: Rejection) -> None:
         self.metrics.timings.forget(rejection.request_id)
@@ -190,7 +194,7 @@ class Service:
         """Wait up to `wait_s` until a request is held no more: whether it still is, or its
         rejection if it was preempted. The request of who asks is alive. Raises UnknownRequest."""
         ends_at = self.clock() + wait_s
-        found = self._released(name)
+        found = self.released(name)
         if isinstance(found, Rejection):
             return found
         self.observe(RequestEvent(name, "alive"))
@@ -200,12 +204,14 @@ class Service:
             if left_s <= 0 or self._stopping:
                 break
             await self._releases.wait(name, min(left_s, _MOVED_S) if moved else left_s)
-            found = self._released(name)
+            found = self.released(name)
             if moved:
                 break
         return found
 
-    def _released(self, name: str) -> Hold | Rejection:
+    def released(self, name: str) -> Hold | Rejection:
+        """Whether a request is held, or its rejection if it was preempted. Raises
+        UnknownRequest."""
         try:
             return hold_of(self.core, name, self.clock())
         except UnknownRequest:
@@ -442,3 +448,4 @@ class Service:
         self._stopping = True
         self.broadcast.close()
         self._releases.wake_all()
+        self.mailboxes.close()

@@ -17,13 +17,13 @@ import msgspec
 from fastapi.openapi.utils import get_openapi
 
 from ..core.settings import Settings
-from ..wire import engine_models, event_batch, models, pool_models
+from ..wire import engine_models, event_batch, models, pool_models, schedule_batch
 from ..wire.answers import JSON
 from .examples import ANSWERS, BODIES
 from .rest_route import REF
 from .routes import rest_routes
 
-BODY_MODULES = (models, pool_models, event_batch, engine_models)
+BODY_MODULES = (models, pool_models, event_batch, schedule_batch, engine_models)
 TITLE = "Tiffin conductor"
 VERSION = "1"
 DESCRIPTION = """\

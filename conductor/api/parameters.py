@@ -23,6 +23,9 @@ def _checked(name: str) -> AfterValidator:
 
 RequestId = Annotated[str, _checked("request_id"), _id("The id that it was scheduled with.")]
 InstanceId = Annotated[str, _checked("an instance's id"), _id("The instance's id.")]
+Waiter = Annotated[
+    str, _checked("a waiter's name"), _id("The name that requests were scheduled with.")
+]
 NodeName = Annotated[str, _checked("a node's name"), _id("The node's name, if it has no slash.")]
 EventKind = Annotated[
     str, Path(description="What happened.", json_schema_extra={"enum": list(EVENT_KINDS)})

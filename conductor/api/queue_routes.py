@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Query, Request
 from starlette.responses import Response  # noqa: TC002 # FastAPI reads it
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, UnknownRequest
 from ..records import Rejection
 from ..state.request_ids import name_of, parted
 from ..web.auth import Right
 from ..wire import conversions, models
-from ..wire.answers import answer, rejected
-from .parameters import InstanceId, RequestId, Tenant  # noqa: TC001
+from ..wire.answers import answer, rejected, told
+from .parameters import InstanceId, RequestId, Tenant, Waiter  # noqa: TC001
 from .rest_route import HotRoute, body_of, rest, router_of, service_of
+
+if TYPE_CHECKING:
+    from .conductor_service import Service
 
 hot = router_of(HotRoute)
 
@@ -54,6 +57,45 @@ async def release(
     if isinstance(outcome, Rejection):
         return rejected(outcome)
     return answer(conversions.release_reply(outcome))
+
+
+@hot.post(
+    "/v1/releases/{waiter}",
+    **rest("requests", Right.SCHEDULE, models.ReleasesReply),
+)
+async def releases(
+    http: Request,
+    waiter: Waiter,
+    wait_s: Annotated[
+        float,
+        Query(
+            ge=0, le=models.RELEASE_WAIT_S_MAX, description="How long to wait if there are none."
+        ),
+    ] = 0.0,
+) -> Response:
+    """Take the releases of all requests that were scheduled with this `waiter`: one call instead of
+    one for each. What is told here is not told again, so look after a request whose release does
+    not come with `GET /v1/requests/{request_id}/release`, which says that it is alive, too: now
+    and then, and after a call without an answer. Ask the conductor that decided."""
+    conversions.check_id(waiter, "a waiter's name")
+    service = service_of(http)
+    names = await service.mailboxes.take(waiter, _seconds(wait_s))
+    found = [_released(service, name) for name in names]
+    return answer(models.ReleasesReply(releases=[one for one in found if one is not None]))
+
+
+def _released(service: Service, name: str) -> models.ReleasedReply | None:
+    """What to tell of a request that was held; None if it has ended meanwhile."""
+    tenant, request_id = parted(name)
+    try:
+        outcome = service.released(name)
+    except UnknownRequest:
+        return None
+    if not isinstance(outcome, Rejection):
+        release = conversions.release_reply(outcome)
+        return models.ReleasedReply(request_id=request_id, tenant=tenant, release=release)
+    status, error = told(outcome)
+    return models.ReleasedReply(request_id=request_id, tenant=tenant, status=status, error=error)
 
 
 @hot.post(

@@ -13,12 +13,12 @@ from starlette.responses import Response, StreamingResponse
 
 from ..core.settings import Settings
 from ..errors import InvalidRequest, UnknownRequest
-from ..records import Decision, Role
+from ..records import Decision, Rejection, Role
 from ..state.request_ids import name_of
 from ..web.auth import Right
 from ..web.metrics import CONTENT_TYPE
 from ..web.time_slices import TimeSlices
-from ..wire import conversions, event_batch, models, pool_models
+from ..wire import conversions, event_batch, models, pool_models, schedule_batch
 from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
 from ..wire.block_keys import PromptKeys, parse_keys
 from ..wire.decision_text import Shown
@@ -36,11 +36,10 @@ from .rest_route import (
     router_of,
     service_of,
 )
+from .scheduling import place, place_all
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
-
-    from ..records import Rejection
 
 _encoder = msgspec.json.Encoder()
 
@@ -102,24 +101,33 @@ async def schedule(http: Request) -> Response:
     | reason | status | |
     |---|---|---|
     | `ttft`, `tbt` | 429 | an objective would be missed |
-    | `kv_room` | 429 | no decode instance has room for the context and a place in its batch |
+    | `kv_room` | 429 | no decode instance has room for the context |
     | `queue_full` | 429 | as many wait as may |
     | `preempted` | 429 | it waited, and had to leave for one of a higher class |
     | `no_prefill`, `no_decode` | 503 | no instance with this role is ready |
     """
-    service = service_of(http)
-    with service.tracing.begin("schedule", http.headers) as span:
-        body = await body_of(http, ScheduleText)
-        tokens = await read_token_ids(body)
-        outcome = service.schedule(service.request_of(body, tokens))
-        span.set(conversions.span_attributes(outcome))
-    if isinstance(outcome, Decision):
-        hold = service.hold(outcome.request_id)
-        decision = conversions.decision_reply(
-            outcome, service.url, service.clock(), service.address, hold
-        )
-        return answer(decision)
-    return rejected(outcome)
+    body = await body_of(http, ScheduleText)
+    outcome = await place(service_of(http), body, http.headers)
+    return rejected(outcome) if isinstance(outcome, Rejection) else answer(outcome)
+
+
+@_hot.post(
+    "/v1/schedules",
+    **rest(
+        "requests",
+        Right.SCHEDULE,
+        schedule_batch.SchedulesReply,
+        body=schedule_batch.SchedulesBody,
+    ),
+)
+async def schedules(http: Request) -> Response:
+    """Decide where several requests run, one after the other, in one call: as many calls of
+    `/v1/schedule`. What one of them would have answered is an outcome here, and harms no other.
+
+    A busy client that sends together what has come during its last call takes half as much of the
+    conductor's time for each."""
+    body = await body_of(http, schedule_batch.ScheduleTexts)
+    return answer(await place_all(service_of(http), body.requests, http.headers))
 
 
 @_hot.post(
@@ -168,7 +176,7 @@ async def events(http: Request) -> Response:
     A client that sends what happened every 50 ms, with `total_tokens`, costs the conductor a
     tenth of a call for each event, and may repeat a call whose answer was lost."""
     body = await body_of(http, event_batch.EventTexts)
-    return answer(await observe_all(service_of(http), body.events, http.is_disconnected))
+    return answer(await observe_all(service_of(http), body.events))
 
 
 # -- instances -------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -33,8 +33,10 @@ from ..wire.models import (
     NextReply,
     NextsReply,
     ReleaseReply,
+    ReleasesReply,
 )
 from ..wire.pool_models import DrainReply, DrainsReply, HotPrefixReply, HotReply, PlansReply
+from ..wire.schedule_batch import SchedulesReply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
     from ..errors import ConductorError
     from ..records import InstanceSpec, Load, Request, RequestEvent, Role
+    from ..wire.schedule_batch import ScheduleOutcome
 
 # What became of one event of several: None if it was taken.
 EventResult: TypeAlias = "Rejection | ConductorError | None"
@@ -57,9 +60,6 @@ R = TypeVar("R")
 WAIT_S = 20.0
 # How long a conductor may take to ask an engine what it is: some questions, one after the other.
 ASK_S = 30.0
-# How long a batch of events may wait behind decisions and the batches of other clients. Nobody
-# waits for it, and a batch that is given up and sent again costs the conductor its work twice.
-BATCH_WAIT_S = 8.0
 
 _encoder = msgspec.json.Encoder()
 _error = msgspec.json.Decoder(ErrorReply)
@@ -85,7 +85,6 @@ class RestCall(Generic[T]):
     ends: Callable[[], T] | None = None
     at: str = ""
     only_there: bool = False
-    headers: Mapping[str, str] = field(default_factory=dict)
     waits_s: float = 0.0
 
     def answered(self, status: int, body: bytes, *, again: bool) -> T:
@@ -103,15 +102,32 @@ def schedule(
     *,
     token_ids: Sequence[int] | None = None,
     namespace: str = "",
+    waiter: str = "",
     trace: Mapping[str, str] | None = None,
 ) -> RestCall[DecisionReply | Rejection]:
     """Place a request: a decision, or a rejection with its reason. With `token_ids` the client
-    does not send the keys and the length in `request`, and the conductor computes them. `trace`:
-    the headers of its W3C trace context."""
+    does not send the keys and the length in `request`, and the conductor computes them. `waiter`:
+    who asks for its release, with others, by `releases`. `trace`: the headers of its W3C trace
+    context."""
+    return schedule_one(
+        prompt(request, token_ids=token_ids, namespace=namespace, waiter=waiter, trace=trace)
+    )
+
+
+def prompt(
+    request: Request,
+    *,
+    token_ids: Sequence[int] | None = None,
+    namespace: str = "",
+    waiter: str = "",
+    trace: Mapping[str, str] | None = None,
+) -> bytes:
+    """The body that places a request, for `schedule_one` and `schedule_many`."""
+    objectives = request.objectives
     body: dict[str, Any] = {
         "request_id": request.id,
         "model": request.model,
-        "objectives": asdict(request.objectives),
+        "objectives": {"ttft_s": objectives.ttft_s, "tbt_s": objectives.tbt_s},
         "priority": request.priority,
         "tenant": request.tenant,
         "output_tokens": request.output_tokens,
@@ -123,6 +139,10 @@ def schedule(
         body["exclude"] = list(request.exclude)
     if request.first_token_from != "prefill":
         body["first_token_from"] = request.first_token_from
+    if waiter:
+        body["waiter"] = waiter
+    if trace:
+        body["trace"] = dict(trace)
     if token_ids is not None:
         body |= {"token_ids": list(token_ids), "namespace": namespace}
     else:
@@ -131,7 +151,28 @@ def schedule(
             body["block_keys"] = [key.hex() for key in request.keys]
         if request.part_keys:
             body["part_keys"] = [key.hex() for key in request.part_keys]
-    return RestCall("POST", "/v1/schedule", _placed, _encode(body), headers=trace or {})
+    return _encode(body)
+
+
+def schedule_one(text: bytes) -> RestCall[DecisionReply | Rejection]:
+    """Place the request of a body of `prompt`."""
+    return RestCall("POST", "/v1/schedule", _placed, text)
+
+
+def schedule_many(
+    texts: Sequence[bytes],
+) -> RestCall[list[DecisionReply | Rejection | ConductorError]]:
+    """Place the requests of bodies of `prompt`, 1 to `SCHEDULES_MAX`. Returns for each, in their
+    order, what `schedule_one` returns or raises."""
+
+    def read(status: int, body: bytes) -> list[DecisionReply | Rejection | ConductorError]:
+        found = [_outcome(one) for one in _schedules_reply(status, body).outcomes]
+        if len(found) != len(texts):
+            raise ConductorUnavailable(f"{len(found)} answers to {len(texts)} prompts")
+        return found
+
+    joined = b'{"requests":[' + b",".join(texts) + b"]}"
+    return RestCall("POST", "/v1/schedules", read, joined)
 
 
 def observe(event: RequestEvent) -> RestCall[Rejection | None]:
@@ -171,7 +212,7 @@ def observe_many(
 
     return RestCall(
         "POST", "/v1/events", read, _encode({"events": items}), repeatable,
-        list, conductor, only_there=True, waits_s=BATCH_WAIT_S,
+        list, conductor, only_there=True,
     )  # fmt: skip
 
 
@@ -211,6 +252,36 @@ def release(
     return RestCall(
         "GET", path, _released, at=conductor, only_there=bool(conductor), waits_s=wait_s
     )
+
+
+class Released(NamedTuple):
+    """A request that is held no more: its release, or its rejection."""
+
+    tenant: str
+    request_id: str
+    outcome: ReleaseReply | Rejection
+
+
+def releases(
+    waiter: str, *, wait_s: float = WAIT_S, conductor: str = ""
+) -> RestCall[list[Released]]:
+    """Wait up to `wait_s` for the release of any request that was scheduled with this `waiter`, at
+    the `conductor` that decided it. Returns all that were released since the last call; of a call
+    without an answer they are lost, so it is not repeated."""
+    path = f"/v1/releases/{_segment(waiter)}?{_query({'wait_s': f'{wait_s:g}'})}"
+
+    def read(status: int, body: bytes) -> list[Released]:
+        found = []
+        for one in _releases_reply(status, body).releases:
+            outcome = one.release or (_rejection_of(one.error) if one.error else None)
+            if outcome is not None:
+                found.append(Released(one.tenant, one.request_id, outcome))
+        return found
+
+    return RestCall(
+        "POST", path, read, b"", repeatable=False, at=conductor, only_there=bool(conductor),
+        waits_s=wait_s,
+    )  # fmt: skip
 
 
 def next_prefills(instance: str, n: int = 1, *, idle: bool = True) -> RestCall[list[NextReply]]:
@@ -417,6 +488,18 @@ _events_reply = _reader(EventsReply)
 _read_decision = _reader(DecisionReply)
 
 
+_schedules_reply = _reader(SchedulesReply)
+
+
+def _outcome(one: ScheduleOutcome) -> DecisionReply | Rejection | ConductorError:
+    if one.decision is not None:
+        return one.decision
+    if one.error is None:
+        return ConductorUnavailable("this is no answer of a conductor: a prompt has no outcome")
+    rejection = _rejection_of(one.error)
+    return rejection or error_of(one.status, one.error.code, one.error.message)
+
+
 def _placed(status: int, body: bytes) -> DecisionReply | Rejection:
     if status in (429, 503):
         rejection = _rejection(body)
@@ -426,6 +509,7 @@ def _placed(status: int, body: bytes) -> DecisionReply | Rejection:
 
 
 _read_release = _reader(ReleaseReply)
+_releases_reply = _reader(ReleasesReply)
 
 
 def _released(status: int, body: bytes) -> ReleaseReply | Rejection:

@@ -35,13 +35,14 @@ from ..errors import ConductorError, ConductorLate, ConductorUnavailable, Invali
 from ..wire.event_batch import EVENTS_MAX
 from . import calls
 from .http_session import HttpFailure, HttpSession, NotConnected, trusting
+from .schedule_batches import ScheduleBatches
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 
-    from ..records import RequestEvent
-    from ..wire.models import EntryReply
+    from ..records import Rejection, Request, RequestEvent
+    from ..wire.models import DecisionReply, EntryReply
     from .calls import EventResult, RestCall
 
 P = ParamSpec("P")
@@ -84,6 +85,7 @@ class _Verbs:
     schedule = _Verb(calls.schedule)
     observe = _Verb(calls.observe)
     release = _Verb(calls.release)
+    releases = _Verb(calls.releases)
     next_prefills = _Verb(calls.next_prefills)
     register = _Verb(calls.register)
     heartbeat = _Verb(calls.heartbeat)
@@ -208,7 +210,7 @@ class ConductorClient(_Verbs):
                     call.method,
                     _url(self._url, call, attempt),
                     content=call.body,
-                    headers={**call.headers, **_HEADERS},
+                    headers=_HEADERS,
                     timeout=left_s,
                 )
             except httpx.TransportError as error:
@@ -225,6 +227,7 @@ class AsyncConductorClient(_Verbs):
 
     def _open(self) -> None:
         self._http = HttpSession(self._headers, self._tls)
+        self._schedules = ScheduleBatches(self._do)
 
     async def __aenter__(self) -> Self:
         return self
@@ -235,6 +238,21 @@ class AsyncConductorClient(_Verbs):
     async def close(self) -> None:
         """Close all connections."""
         await self._http.close()
+
+    async def schedule(
+        self,
+        request: Request,
+        *,
+        token_ids: Sequence[int] | None = None,
+        namespace: str = "",
+        waiter: str = "",
+        trace: Mapping[str, str] | None = None,
+    ) -> DecisionReply | Rejection:
+        """See `calls.schedule`. Those that are under way at the same time go as one call."""
+        prompt = calls.prompt(
+            request, token_ids=token_ids, namespace=namespace, waiter=waiter, trace=trace
+        )
+        return await self._schedules.place(prompt)
 
     async def observe_many(self, events: Sequence[RequestEvent]) -> list[EventResult]:
         """See `ConductorClient.observe_many`."""
@@ -284,8 +302,7 @@ class AsyncConductorClient(_Verbs):
         while True:
             try:
                 url = _url(self._url, call, attempt)
-                headers = {**call.headers, **_HEADERS}
-                answer = await self._http.send(call.method, url, call.body, headers)
+                answer = await self._http.send(call.method, url, call.body, _HEADERS)
                 try:
                     body = await answer.read(_ANSWER_BYTES_MAX)
                 finally:

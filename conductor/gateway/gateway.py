@@ -136,11 +136,11 @@ class Gateway:
         self.breakers = CircuitBreakers(config.breakers)
         self.running = Running(self._engines, self.breakers, config, clock)
         self.placing_queue = PlacingQueue(config.timeouts.conductor_s, self.metrics, clock)
+        self.releases = Releases(client, self.metrics, clock)
         self.placing = Placer(
             client, self.known, self.last_known, self.health, self.placing_queue, self._lateness,
-            config, self.metrics, clock,
+            config, self.metrics, clock, self.releases.waiter,
         )  # fmt: skip
-        self.releases = Releases(client, self.metrics, clock)
         self.reporter = Reporter(
             client,
             self.health,
@@ -148,7 +148,6 @@ class Gateway:
             tokens=config.report_tokens,
             interval_s=config.report_s,
             batch_s=config.report_batch_s,
-            wait_s=config.timeouts.conductor_s,
         )
         self._complaint = ""
         self._tasks: list[asyncio.Task[None]] = []
@@ -174,6 +173,7 @@ class Gateway:
         if self._quota is not None:
             self._quota.close()
         self._lateness.stop()
+        await self.releases.close()
         await self.reporter.close(_LAST_WORDS_S)
         await self._engines.close()
         await self._client.close()
@@ -200,15 +200,10 @@ class Gateway:
         return replace(ask, wishes=wishes)
 
     def named(self, client: str, ask: ClientRequest) -> ClientRequest:
-        """A client's request to the model that the name in it stands for. What continues a response
-        is for a model of the instance that has it."""
+        """A client's request to the model that the name in it stands for."""
         shares = self._latest.aliases.get(ask.model)
-        if not shares:
+        if not shares or ask.follows:
             return ask
-        if ask.follows:
-            own = holder(ask.follows, self.known.names())
-            served = {one: part for one, part in shares.items() if own in self.known.serving(one)}
-            shares = served or shares
         return engine_bodies.asked_of(ask, chosen(shares, conversation(client, ask)))
 
     async def forward(

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..web.connection_limits import PROOF, Connections
 from ..wire.answers import error
+from .held_head import HeldHead
 
 if TYPE_CHECKING:
     import asyncio
@@ -82,6 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Register the new connection as a stranger, and abort the connections that the table
         evicts for it."""
         super().connection_made(transport)
+        self.transport = HeldHead(transport, self.loop)  # type: ignore[assignment]
         address = self.client[0] if self.client else ""
         for other in self._table.came(self, address, self.loop.time()):
             other.transport.abort()

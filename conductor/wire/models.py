@@ -128,6 +128,13 @@ class ObjectivesBody(Body, frozen=True, kw_only=True):
     tbt_s: Annotated[Seconds | None, Meta(description="Time between tokens.")] = None
 
 
+class TraceBody(Body, frozen=True, kw_only=True):
+    """A trace context, as the W3C's headers of these names have it."""
+
+    traceparent: str
+    tracestate: str = ""
+
+
 class ScheduleBody(Body, frozen=True, kw_only=True):
     """A prompt to be scheduled: as `token_ids`, as `block_keys` with `prompt_tokens`, or, for load
     only, as `prompt_tokens`."""
@@ -171,6 +178,16 @@ class ScheduleBody(Body, frozen=True, kw_only=True):
             "decodes it comes after the prompt's KV was handed over."
         ),
     ] = "prefill"
+    waiter: Annotated[
+        Name,
+        Meta(
+            description="If it is held: the mailbox for its release, a name that nobody else has "
+            "(`POST /v1/releases/{waiter}`)."
+        ),
+    ] = ""
+    trace: Annotated[
+        TraceBody | None, Meta(description="Its trace context, in place of the call's headers.")
+    ] = None
 
 
 class RouteBody(Body, frozen=True, kw_only=True):
@@ -260,6 +277,22 @@ class ReleaseReply(Reply, frozen=True, kw_only=True):
     first_token_s: Annotated[
         float, Meta(description="Of a released one: until its prefill should be done.")
     ] = 0.0
+
+
+class ReleasedReply(Reply, frozen=True, kw_only=True):
+    """A request that is held no more: its release, or the error if it had to leave its queue."""
+
+    request_id: str
+    tenant: str = ""
+    status: Annotated[int, Meta(description="The status that its own call would have got.")] = 200
+    release: ReleaseReply | None = None
+    error: ErrorDetail | None = None
+
+
+class ReleasesReply(Reply, frozen=True, kw_only=True):
+    """All that was in a mailbox, in the order in which it came."""
+
+    releases: list[ReleasedReply]
 
 
 class DecisionReply(Reply, frozen=True, kw_only=True):

@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("tiffin.gateway")
 
 _STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-# OpenAI's clients try again after every 5xx that does not say this.
-_NOT_AGAIN = {"x-should-retry": "false"}
 _WAITING = b": waiting\n\n"
 # How soon the rest of a stream is placed again that was rejected for load.
 _RETRY_S, _RETRY_MAX_S = 0.25, 5.0
@@ -238,7 +236,7 @@ class Serving(Response):
             log.error("%s: %s", self._ask.wishes.request_id, failure)
             gateway.metrics.poisoned.labels("died").inc()
             why = "instances ended while they computed this request: it is not tried again"
-            return None, error(502, "request_poisonous", why, headers=_NOT_AGAIN)
+            return None, error(502, "request_poisonous", why)
         except EngineSlow as failure:
             log.warning("%s", failure)
             return None, error(504, "engine_timeout", "the instance did not answer in time")
@@ -258,7 +256,7 @@ class Serving(Response):
                 own = own_answer(failures)
                 if own is not None:
                     gateway.metrics.poisoned.labels("answered_500").inc()
-                    return replace(own, headers=own.headers | _NOT_AGAIN)
+                    return own
                 log.info("placed again: %s", failure)
                 self._drop_report()
                 if len(failures) > gateway.config.reschedules:

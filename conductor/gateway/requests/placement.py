@@ -97,7 +97,9 @@ class Placer:
         config: GatewayConfig,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
+        waiter: str,
     ) -> None:
+        self._waiter = waiter
         self._client, self._known, self._last, self._health = client, known, last, health
         self._queue, self._lateness = queue, lateness
         self._config, self._metrics, self._clock = config, metrics, clock
@@ -172,7 +174,11 @@ class Placer:
             first_token_from="decode",  # the answer that clients get is all of one instance
         )
         return await self._client.schedule(
-            request, token_ids=sized.token_ids, namespace=sized.namespace, trace=trace
+            request,
+            token_ids=sized.token_ids,
+            namespace=sized.namespace,
+            waiter=self._waiter,
+            trace=trace,
         )
 
     def _usable(

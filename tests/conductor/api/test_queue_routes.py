@@ -11,6 +11,11 @@ from apisupport import MODEL, Recorder, spec_body
 from serversupport import served
 
 from tiffin.conductor.api.app import create_app
+from tiffin.conductor.api.release_mailboxes import (
+    LETTERS_MAX,
+    MAILBOXES_MAX,
+    ReleaseMailboxes,
+)
 from tiffin.conductor.api.release_waiters import ReleaseWaiters
 from tiffin.conductor.client import AsyncConductorClient, ConductorClient
 from tiffin.conductor.errors import InvalidRequest, UnknownInstance, UnknownRequest
@@ -180,6 +185,111 @@ def test_several_calls_may_wait_for_one_request() -> None:
         assert not len(waiters)
 
     asyncio.run(scenario())
+
+
+class TestMailboxes:
+    """One call waits for all held requests of a client."""
+
+    @staticmethod
+    async def taken(it: Told, waiter: str = "w", wait_s: float = 0.0) -> list[dict[str, Any]]:
+        answer = await it.call("POST", f"/v1/releases/{waiter}?wait_s={wait_s:g}")
+        assert answer.status_code == 200, answer.text
+        found: list[dict[str, Any]] = answer.json()["releases"]
+        return found
+
+    def test_has_what_was_released_since_the_last_call_each_once(self) -> None:
+        async def scenario() -> None:
+            it = await told()
+            assert (await it.ask("a", waiter="w")).json()["held"]
+            assert (await it.ask("c", "high", waiter="another")).json()["held"]
+            assert await self.taken(it) == []
+            await it.tell("first", "finished")
+            (found,) = await self.taken(it, "another")
+            assert (found["request_id"], found["status"]) == ("c", 200)
+            await it.tell("c", "finished")
+            (found,) = await self.taken(it)
+            assert found["request_id"] == "a"
+            assert found["release"]["state"] == "released"
+            assert found["release"]["first_token_s"] > 0.0
+            assert await self.taken(it) == []
+
+        asyncio.run(scenario())
+
+    def test_a_call_waits_for_the_first(self) -> None:
+        async def scenario() -> None:
+            it = await told()
+            waiting = asyncio.create_task(self.taken(it, wait_s=60.0))
+            await it.ask("a", tenant="t/1", waiter="w")
+            assert not waiting.done()
+            await it.tell("first", "finished")
+            (found,) = await waiting
+            assert (found["tenant"], found["request_id"]) == ("t/1", "a")
+
+        asyncio.run(scenario())
+
+    def test_has_those_that_had_to_leave_a_full_queue(self) -> None:
+        async def scenario() -> None:
+            it = await told()
+            for name in ("a", "b"):
+                await it.ask(name, "low", waiter="w")
+            await it.ask("c", "high")
+            (found,) = await self.taken(it)
+            assert (found["request_id"], found["status"], found["release"]) == ("b", 429, None)
+            assert found["error"]["tiffin"]["reason"] == "preempted"
+
+        asyncio.run(scenario())
+
+    def test_has_none_that_ended_meanwhile(self) -> None:
+        async def scenario() -> None:
+            it = await told()
+            await it.ask("a", waiter="w")
+            await it.tell("first", "finished")
+            await it.tell("a", "cancelled")
+            assert await self.taken(it) == []
+
+        asyncio.run(scenario())
+
+    def test_a_service_that_stops_lets_nobody_wait(self) -> None:
+        async def scenario() -> None:
+            it = await told()
+            waiting = asyncio.create_task(self.taken(it, wait_s=60.0))
+            await asyncio.sleep(0.01)
+            it.service.stop()
+            assert await waiting == []
+
+        asyncio.run(scenario())
+
+    def test_a_name_that_is_none_is_refused(self) -> None:
+        async def scenario() -> None:
+            it = Told()
+            for path in ("x" * 300, "w?wait_s=61", "w?wait_s=x"):
+                answer = await it.call("POST", f"/v1/releases/{path}")
+                assert answer.status_code == 400, path
+
+        asyncio.run(scenario())
+
+    def test_their_memory_is_bounded(self) -> None:
+        """Requests that end while they are held, names that nobody takes, clients that vanish."""
+        held = {"held"}
+        it = ReleaseMailboxes(held.__contains__)
+        it.expect("held", "w")
+        for number in range(20_000):
+            it.expect(f"ended-{number}", "w")
+        assert len(it) < 3000
+        for number in range(LETTERS_MAX + 10):
+            it.expect(f"n{number}", "w")
+            it.put([f"n{number}"])
+        for number in range(2 * MAILBOXES_MAX):
+            it.expect(f"m{number}", f"w{number}")
+            it.put([f"m{number}"])
+        assert len(it._mailboxes) == MAILBOXES_MAX
+
+        async def scenario() -> None:
+            it.expect("held", "w")
+            it.put(["held"])
+            assert await it.take("w", 0.0) == ["held"]
+
+        asyncio.run(scenario())
 
 
 def test_an_engine_asks_what_is_next() -> None:

@@ -39,6 +39,7 @@ core = Recorder()
 core.register(InstanceSpec("i1", "llama-3-8b", Role.MIXED, "test"), 0.0)
 core.steering.tick({"n1": NodeSpace("n1", 1 << 30, 1 << 29)}, 0.0)
 app = create_app(core)
+app.state.service.mailboxes.close()  # or a call of `releases` waits for a minute
 schema = schemathesis.openapi.from_asgi("/openapi.json", app)
 # All operations but the stream, which never ends.
 finite = schema.exclude(operation_id="stream")
@@ -128,7 +129,7 @@ def test_every_route_that_is_served_is_described() -> None:
         for method in route.methods - {"HEAD"}
     }
     assert served == {(path, method) for path, methods in described.items() for method in methods}
-    assert len(served) == 26
+    assert len(served) == 28
 
 
 def operations() -> dict[str, dict[str, Any]]:

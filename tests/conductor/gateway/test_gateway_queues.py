@@ -12,6 +12,8 @@ import pytest
 from gatewaysupport import MODEL, Engine, cluster, run, until
 
 from tiffin.conductor.dispatch import dispatcher
+from tiffin.conductor.errors import ConductorUnavailable
+from tiffin.conductor.gateway.requests import releases
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -216,3 +218,107 @@ def test_an_engine_that_asks_gets_all_at_once_and_knows_them_by_name() -> None:
             await asyncio.gather(*tasks)
 
     run(scenario)
+
+
+class TestTheSharedCall:
+    """All held requests of a gateway wait in one call."""
+
+    @staticmethod
+    def count(it: Cluster) -> dict[str, int]:
+        """How often the conductor was asked for releases: of one request, of all."""
+        calls = {"release": 0, "releases": 0}
+        client = it.gateway._client
+        for verb in calls:
+            made = getattr(client, verb)
+
+            def counted(*args: Any, verb: str = verb, made: Any = made, **named: Any) -> Any:
+                calls[verb] += 1
+                return made(*args, **named)
+
+            setattr(client, verb, counted)
+        return calls
+
+    def test_it_is_one_at_a_time_and_none_asks_for_itself(self) -> None:
+        async def scenario() -> None:
+            engine = engine_of()
+            async with stepwise(engine) as it:
+                calls = self.count(it)
+                tasks = await flood(it, 6)
+                assert calls == {"release": 0, "releases": 1}
+                for number in range(6):
+                    await until(lambda number=number: len(engine.completions) == number + 1)
+                    engine.go.whole()  # type: ignore[attr-defined]
+                assert {(await task).status_code for task in tasks} == {200}
+                assert calls["release"] == 0
+                assert calls["releases"] <= 6
+                assert not it.gateway.releases._calls[""]._waiting
+
+        run(scenario)
+
+    def test_each_asks_for_itself_when_it_fails(self) -> None:
+        async def scenario() -> None:
+            engine = engine_of()
+            async with stepwise(engine) as it:
+                client, failed = it.gateway._client, asyncio.Event()
+
+                async def gone(*_: Any, **__: Any) -> Any:
+                    await failed.wait()
+                    raise ConductorUnavailable("its answer was lost")
+
+                client.releases = gone  # type: ignore[method-assign,assignment]
+                tasks = await flood(it, 3)
+                failed.set()
+                for number in range(3):
+                    await until(lambda number=number: len(engine.completions) == number + 1)
+                    engine.go.whole()  # type: ignore[attr-defined]
+                assert {(await task).status_code for task in tasks} == {200}
+
+        run(scenario)
+
+    def test_a_release_that_overtakes_the_decision_is_not_lost(self) -> None:
+        async def scenario() -> None:
+            engine = engine_of()
+            async with stepwise(engine) as it:
+                tasks = await flood(it, 2)
+                client, late = it.gateway._client, asyncio.Event()
+                schedule = client.schedule
+
+                async def slow(*args: Any, **named: Any) -> Any:
+                    decided = await schedule(*args, **named)
+                    await late.wait()
+                    return decided
+
+                client.schedule = slow  # type: ignore[method-assign]
+                tasks.append(ask(it, "slow"))
+                await until(lambda: len(it.core.asked) == 3)
+                for number in range(2):
+                    await until(lambda number=number: len(engine.completions) == number + 1)
+                    engine.go.whole()  # type: ignore[attr-defined]
+                shared = it.gateway.releases._calls[""]
+                await until(lambda: bool(shared._early) or not shared.busy)
+                late.set()
+                await until(lambda: len(engine.completions) == 3)
+                engine.go.whole()  # type: ignore[attr-defined]
+                assert {(await task).status_code for task in tasks} == {200}
+
+        run(scenario)
+
+    def test_one_whose_release_is_lost_asks_now_and_then(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def scenario() -> None:
+            engine = engine_of()
+            async with stepwise(engine) as it:
+
+                async def nothing(*_: Any, **__: Any) -> Any:
+                    await asyncio.sleep(60.0)
+
+                it.gateway._client.releases = nothing  # type: ignore[method-assign,assignment]
+                tasks = await flood(it, 2)
+                engine.go.whole()  # type: ignore[attr-defined]
+                await until(lambda: len(engine.completions) == 2)
+                engine.go.whole()  # type: ignore[attr-defined]
+                assert {(await task).status_code for task in tasks} == {200}
+
+        monkeypatch.setattr(releases, "WAIT_S", 0.05)
+        run(scenario)

@@ -1,0 +1,96 @@
+"""Calls of `schedule` that are under way at the same time go to the conductor as one.
+
+A call of its own costs the client a third of a millisecond of CPU time, and the conductor as much.
+One that comes when nothing is under way goes at once, alone; those that come meanwhile go together
+as soon as one of the calls under way has returned. So the busier a client is, the less each costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..errors import ConductorError, ConductorUnavailable
+from ..wire.schedule_batch import SCHEDULES_MAX
+from . import calls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from typing import Any
+
+    from ..records import Rejection
+    from ..wire.models import DecisionReply
+    from .calls import RestCall
+
+    Placed: TypeAlias = "DecisionReply | Rejection"
+
+# Calls under way at a time: while the answer of one is read, the conductor works on the other one.
+CALLS_MAX = 2
+# Of all prompts in a call; a conductor takes bodies of 1.25 MiB.
+BATCH_BYTES_MAX = 512 << 10
+
+
+class ScheduleBatches:
+    """See the module. `do` makes a call. For one event loop."""
+
+    def __init__(self, do: Callable[[RestCall[Any]], Coroutine[Any, Any, Any]]) -> None:
+        self._do = do
+        self._waiting: deque[tuple[bytes, asyncio.Future[Placed]]] = deque()
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def place(self, prompt: bytes) -> Placed:
+        """What became of a prompt, a body of `calls.prompt`. Raises ConductorError."""
+        loop = asyncio.get_running_loop()
+        mine: asyncio.Future[Placed] = loop.create_future()
+        self._waiting.append((prompt, mine))
+        if len(self._waiting) == 1 and len(self._calls) < CALLS_MAX:
+            loop.call_soon(self._send)  # with those that come in this turn of the loop
+        return await mine
+
+    def _send(self) -> None:
+        while len(self._calls) < CALLS_MAX and (batch := self._next()):
+            call = asyncio.create_task(self._call(batch))
+            self._calls.add(call)
+            call.add_done_callback(self._returned)
+
+    def _next(self) -> list[tuple[bytes, asyncio.Future[Placed]]]:
+        """The prompts of the next call, in their order."""
+        batch, nbytes = list[tuple[bytes, "asyncio.Future[Placed]"]](), 0
+        while self._waiting and len(batch) < SCHEDULES_MAX:
+            prompt, mine = self._waiting[0]
+            if not mine.done():  # else nobody waits for it any more
+                nbytes += len(prompt)
+                if batch and nbytes > BATCH_BYTES_MAX:
+                    break
+                batch.append((prompt, mine))
+            self._waiting.popleft()
+        return batch
+
+    async def _call(self, batch: Sequence[tuple[bytes, asyncio.Future[Placed]]]) -> None:
+        prompts = [prompt for prompt, _ in batch]
+        results: list[Placed | ConductorError]
+        try:
+            if len(prompts) == 1:
+                results = [await self._do(calls.schedule_one(prompts[0]))]
+            else:
+                results = await self._do(calls.schedule_many(prompts))
+        except ConductorError as error:
+            # One exception for each, as each gets the traceback of who waits for it.
+            results = [type(error)(*error.args) for _ in batch]
+        except BaseException:  # it is closed, or a defect
+            results = [ConductorUnavailable("the prompt was not sent") for _ in batch]
+            raise
+        finally:
+            for (_, mine), result in zip(batch, results, strict=True):
+                if mine.done():
+                    continue
+                if isinstance(result, ConductorError):
+                    mine.set_exception(result)
+                else:
+                    mine.set_result(result)
+
+    def _returned(self, call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        if self._waiting:
+            self._send()
