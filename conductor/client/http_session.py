@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from functools import lru_cache
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 _IDLE_CONNECTION_S = 4.0
 # URLs repeat: a few paths of each server. Parsing one takes as long as a quarter of a call.
 _URLS_MAX = 1024
+# Longer bodies are sent in parts: aiohttp writes bytes at once, and warns from here on that the
+# event loop stands still meanwhile.
+_AT_ONCE_BYTES_MAX = 1 << 20
 
 
 class HttpFailure(Exception):
@@ -142,7 +146,7 @@ class HttpSession:
         _opened.set(False)
         try:
             answer = await self._session().request(
-                method, _parsed(url), data=body, headers=headers, timeout=timeout,
+                method, _parsed(url), data=_parts(body), headers=headers, timeout=timeout,
                 allow_redirects=False,
             )  # fmt: skip
         except _FAILURES as error:
@@ -210,3 +214,7 @@ def _failure(error: Exception, *, reused: bool = False) -> HttpFailure:
     if isinstance(error, aiohttp.ServerTimeoutError):
         return Silent(why)
     return Broken(why, reused=reused)
+
+
+def _parts(body: bytes | None) -> bytes | BytesIO | None:
+    return body if body is None or len(body) <= _AT_ONCE_BYTES_MAX else BytesIO(body)

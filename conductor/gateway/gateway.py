@@ -57,6 +57,8 @@ log = logging.getLogger("tiffin.gateway")
 _LAST_WORDS_S = 3.0
 # How often the processes that share a quota file tell each other what they have granted.
 _QUOTA_S = 1.0
+# The most of an instance's KV room that a batch of texts is said to need, so that two run at once.
+_BATCH_SHARE = 0.4
 
 
 class CapacityGate:
@@ -262,6 +264,7 @@ class Gateway:
         """Place the request, on none of the instances in `avoid`. Raises ConductorError,
         NoInstance, NoShards, Refusal."""
         started = self.clock()
+        sized = self._fitting(ask, sized)
         try:
             with span.call("place") as call:
                 return await self._place(ask, sized, avoid, call.headers)
@@ -320,6 +323,14 @@ class Gateway:
             except NoInstance as error:
                 log.debug("instances that fail are tried nevertheless: %s", error)
         return await self.placing.place(ask, sized, gone, trace)
+
+    def _fitting(self, ask: ClientRequest, sized: Sized) -> Sized:
+        """A batch as the conductor is told of it: no longer than an instance has room for beside
+        another one, since the engine holds back those of its texts that have none."""
+        room = self.known.kv_room(ask.model) if ask.batch else None
+        if room is None or sized.prompt_tokens <= (most := max(1, round(room * _BATCH_SHARE))):
+            return sized
+        return replace(sized, prompt_tokens=most)
 
     async def _place_again(
         self, ask: ClientRequest, sized: Sized, others: Collection[str], trace: Mapping[str, str]

@@ -113,6 +113,11 @@ class Known:
         """The ids of the instances that serve a model, or have loaded an adapter."""
         return {one.id for one in self._instances.values() if _serves(one, model)}
 
+    def kv_room(self, model: str) -> int | None:
+        """The tokens that every instance of a model has room for; None without instances."""
+        rooms = (one.kv_capacity_tokens for one in self._instances.values() if _serves(one, model))
+        return min(rooms, default=None)
+
     def base_of(self, model: str) -> str:
         """The model that an adapter belongs to, if an instance has loaded it; else `model`."""
         own = [one for one in self._instances.values() if _serves(one, model)]

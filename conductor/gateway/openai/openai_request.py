@@ -159,6 +159,12 @@ class ClientRequest:
     follows: str = ""
     content_type: str = "application/json"
 
+    @property
+    def batch(self) -> bool:
+        """Whether it may be many texts, which an engine computes one after the other, or what is no
+        text."""
+        return self.prompt.several or self.path not in ID_KINDS
+
 
 def read_ask(path: str, raw: bytes, wishes: Wishes) -> ClientRequest:
     """Parse a request. Raises Refusal for an invalid body, or for one that sets

@@ -55,6 +55,27 @@ def test_texts_of_one_pass_are_placed_and_counted(path: str) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/embeddings", {"input": ["a" * 4096] * 1500}),
+     ("/v1/completions", {"prompt": ["a" * 4096] * 1500, "max_tokens": 4})],
+)  # fmt: skip
+def test_a_batch_of_more_tokens_than_an_instance_has_room_for(
+    path: str, body: dict[str, Any]
+) -> None:
+    """The engine computes its texts one after the other."""
+
+    async def scenario() -> None:
+        async with cluster(Whole("m0"), config=CONFIG) as it:
+            room = it.core.cluster.kv_capacity_tokens[it.core.cluster.row("m0")]
+            await said(it, path, body)
+            (asked,) = it.core.asked
+            assert room / 4 < asked.prompt_tokens < room
+            assert it.number("prompt_tokens_total") > room
+
+    run(scenario)
+
+
 def test_speech_and_what_is_heard() -> None:
     async def scenario() -> None:
         engine = Whole("m0")
