@@ -5,7 +5,7 @@
 #   make test     the tests that fit in ten minutes on two cores
 #   make coverage   the same, and which lines they did not run: a third longer
 #   make engines  an environment with a real vLLM on the CPU, 3 GB in .venv-engines
-#   make test-engines  the same, and the tests with it: half an hour on two cores
+#   make test-engines  the same, and the tests with it: three quarters of an hour on two cores
 #   make test-slow  the kill -9 and corruption campaigns
 #   make test-campaign  half a million checked gets under kills, stops and a relay, and interrupts at
 #                 random times; half an hour. GETS=, INTERRUPTS= (of each kind of client), SEED=
@@ -95,7 +95,12 @@ test-engines: engines venv
 		tests/conductor/gateway/test_continuation_vllm.py \
 		tests/conductor/gateway/test_split_faults_vllm.py \
 		tests/conductor/gateway/test_turns_vllm.py \
-		tests/conductor/gateway/test_latency_vllm.py tests/bench/test_demo_vllm.py
+		tests/conductor/gateway/test_latency_vllm.py \
+		tests/conductor/gateway/test_openai_client_vllm.py \
+		tests/conductor/gateway/test_pooling_vllm.py \
+		tests/conductor/gateway/test_adapters_vllm.py \
+		tests/conductor/gateway/test_bench_serve_vllm.py \
+		tests/conductor/discovery/test_profile_vllm.py tests/bench/test_demo_vllm.py
 
 test-slow: venv
 	$(BIN)/pytest -m slow

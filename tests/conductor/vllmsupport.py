@@ -7,6 +7,7 @@ import json
 import os
 import random
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -18,10 +19,11 @@ from tiffin.conductor.client import ConductorClient
 from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import psutil
+    from tokenizers import Tokenizer
 
     from tiffin.conductor.wire.models import InstanceReply
 
@@ -32,6 +34,7 @@ SCHEMA = KVSchema.gqa(model=MODEL, layers=4, kv_heads=2, head_dim=32, dtype="flo
 # Of 128 tokens: twelve pool blocks, so that prompts evict each other.
 ENGINE_BLOCKS = 48
 WORDS = 1020
+_SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>")
 PATIENCE_S = 60.0
 # Of every test with a real vLLM.
 MARKS = [
@@ -74,16 +77,15 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return [dice.randrange(4, 4 + WORDS) for _ in range(tokens)]
 
 
-def make_model(folder: Path, *, hidden: int = 128, layers: int = 4) -> None:
+def make_model(
+    folder: Path, *, hidden: int = 128, layers: int = 4, every_text: bool = False
+) -> None:
     """Write a model with random weights, scaled so that answers vary, and a word per token: "w5 w9"
-    is [9, 13]."""
+    is [9, 13]. With `every_text` its tokens are bytes: it can be made to say JSON."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    names = ["<pad>", "<unk>", "<bos>", "<eos>", *(f"w{i}" for i in range(WORDS))]
-    raw = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw = _bytes() if every_text else _words()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>"
     )
@@ -91,12 +93,31 @@ def make_model(folder: Path, *, hidden: int = 128, layers: int = 4) -> None:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(names), hidden_size=hidden, intermediate_size=2 * hidden,
+        vocab_size=raw.get_vocab_size(), hidden_size=hidden, intermediate_size=2 * hidden,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
         max_position_embeddings=8192, bos_token_id=2, eos_token_id=3, pad_token_id=0,
         initializer_range=0.3,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+
+
+def _words() -> Tokenizer:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = [*_SPECIAL, *(f"w{i}" for i in range(WORDS))]
+    made = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return made
+
+
+def _bytes() -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    names = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE({n: i for i, n in enumerate(names)}, [], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made
 
 
 def words(ids: Sequence[int]) -> str:
@@ -159,12 +180,16 @@ class Vllm(VllmServer):
 
 @contextlib.contextmanager
 def two_vllms(
-    folder: Path, model_settings: str, profile: str, *more: str
+    folder: Path,
+    model_settings: str,
+    profile: str,
+    *more: str,
+    own: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Iterator[tuple[list[Vllm], FrontDoor]]:
-    """Two of them, `a` and `b`, of the model in `folder` with the options `more`, behind a front
-    door whose conductor has asked them what they are."""
+    """Two of them, `a` and `b`, of the model in `folder` with the options `more` and those of their
+    `own`, behind a front door whose conductor has asked them what they are."""
     with contextlib.ExitStack() as stack:
-        engines = [Vllm(name, folder / "model", *more) for name in ("a", "b")]
+        engines = [Vllm(name, folder / "model", *more, *own.get(name, ())) for name in ("a", "b")]
         for one in engines:
             stack.callback(one.close)
             one.start()

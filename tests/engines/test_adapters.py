@@ -8,8 +8,8 @@ import shutil
 from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
+from connectors.lorasupport import make_adapter
 from generationsupport import Engine, Tokens, Turn, converse, loadable, random_tokens, transfer
-from tinymodels import make_adapter
 from vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:

@@ -3,11 +3,9 @@ test names a prompt by its ids."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -50,30 +48,6 @@ def _write(folder: Path, kind: Any, config: Any, seed: int) -> None:
     torch.manual_seed(seed)
     kind(config).to(torch.float32).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
-
-
-def make_adapter(folder: Path, seed: int) -> None:
-    """Write a LoRA adapter of random weights for `llama`, in the files of PEFT. It changes K and V,
-    and much more than training would."""
-    folder.mkdir()
-    dice = torch.Generator().manual_seed(seed)
-    rank, hidden, kv = 8, SIZES["hidden_size"], 32 * SIZES["num_key_value_heads"]
-    weights = {}
-    for layer in range(SIZES["num_hidden_layers"]):
-        for name in ("k_proj", "v_proj"):
-            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{module}.lora_A.weight"] = torch.randn(rank, hidden, generator=dice)
-            weights[f"{module}.lora_B.weight"] = torch.randn(kv, rank, generator=dice)
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": ["k_proj", "v_proj"],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def _tokenizer() -> Any:

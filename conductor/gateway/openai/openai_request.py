@@ -28,7 +28,10 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 # Answered by one forward pass over texts: they cost a prefill, and their KV is kept nowhere.
-POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank")
+POOLING = (
+    *("/v1/embeddings", "/v1/score", "/v1/rerank"),
+    *("/score", "/rerank", "/v2/rerank", "/classify", "/pooling"),  # vLLM's, and other clients'
+)
 SPEECH = "/v1/audio/speech"
 # Their bodies are forms with a file.
 LISTENING = ("/v1/audio/transcriptions", "/v1/audio/translations")
