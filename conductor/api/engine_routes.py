@@ -40,7 +40,8 @@ async def add_engine(http: Request) -> Response:
     named = {name: getattr(body, name) for name in engine_models.EngineOptions.__struct_fields__}
     options = msgspec.convert(named, engine_models.EngineOptions)
     instance = await service.engines.add(body.url, options)
-    return answer(conversions.instance_reply(service.core.instance(instance, service.clock())))
+    view = service.core.instance(instance, service.clock())
+    return answer(conversions.instance_reply(view, service.models))
 
 
 @api.get("/v1/engines", **rest("instances", Right.READ, engine_models.EnginesReply))

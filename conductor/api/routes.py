@@ -190,7 +190,7 @@ async def instances(http: Request) -> Response:
     for name in core.cluster.names:
         if name in core.cluster:  # still
             view = core.instance(name, service.clock())
-            texts.append(_encoder.encode(conversions.instance_reply(view)))
+            texts.append(_encoder.encode(conversions.instance_reply(view, service.models)))
         await turns.give()
     return answer_all("instances", texts)
 
@@ -201,7 +201,8 @@ async def instances(http: Request) -> Response:
 async def instance(http: Request, instance: InstanceId) -> Response:
     """One instance."""
     service = service_of(http)
-    return answer(conversions.instance_reply(service.core.instance(instance, service.clock())))
+    view = service.core.instance(instance, service.clock())
+    return answer(conversions.instance_reply(view, service.models))
 
 
 @_hot.put(

@@ -43,10 +43,10 @@ class ModelConfig(_Group, frozen=True, kw_only=True):
     """`engine` asks an instance (`POST /tokenize`, as vLLM has it), `estimate` counts bytes, and
     anything else is a folder with the model's tokenizer."""
 
-    keys: Literal["gateway", "conductor", "none"] = "gateway"
+    keys: Literal["auto", "gateway", "conductor", "none"] = "auto"
     """Who makes block keys of tokens: the gateway, by `schema_file`; the conductor, by the schema
-    that instances registered; or nobody, and then requests are placed by load alone. Without a
-    `schema_file` the gateway can make none."""
+    that instances registered; or nobody, and then requests are placed by load alone. `auto`: the
+    gateway if it has a `schema_file`, else the conductor for models of which it has a schema."""
 
     schema_file: str = ""
     """A file with the schema's canonical text, `KVSchema.canonical_bytes()`."""

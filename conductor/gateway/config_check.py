@@ -38,7 +38,7 @@ def warnings(config: GatewayConfig, tokens: Tokens | None) -> Iterator[str]:
         if model.keys == "gateway" and not model.schema_file:
             yield (
                 f"{name}: without a schema_file the gateway makes no keys, and requests are placed"
-                ' by load alone: give one, or keys = "conductor"'
+                ' by load alone: give one, or keys = "auto"'
             )
     everyone = {"client_default": config.client_default}
     everyone |= {f"clients.{name}": client for name, client in config.clients.items()}

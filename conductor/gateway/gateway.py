@@ -252,7 +252,8 @@ class Gateway:
     async def size(self, ask: ClientRequest) -> Sized:
         """The prompt's length in tokens, and its block keys. Raises InvalidRequest."""
         started = self.clock()
-        sized = await self._tokenizing.size(ask, self.known.base_of(ask.model))
+        base = self.known.base_of(ask.model)
+        sized = await self._tokenizing.size(ask, base, keyed=self.known.keyed(base))
         self.metrics.size_s.observe(self.clock() - started)
         self.metrics.sized.labels(sized.how).inc()
         self.metrics.prompt_tokens.inc(sized.prompt_tokens)

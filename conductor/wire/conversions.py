@@ -313,7 +313,7 @@ def candidate_reply(candidate: Candidate) -> CandidateReply:
     )
 
 
-def instance_reply(view: InstanceView) -> InstanceReply:
+def instance_reply(view: InstanceView, models: KeyedModels) -> InstanceReply:
     """An instance's spec, status and load."""
     spec = view.spec
     return InstanceReply(
@@ -330,6 +330,7 @@ def instance_reply(view: InstanceView) -> InstanceReply:
         batch_max=spec.batch_max,
         fetches=spec.fetches,
         part_tokens=spec.part_tokens,
+        keyed=models.schema(spec.model) is not None,
         labels=spec.labels,
         heard_s=view.heard_s,
         load=dict(view.load),

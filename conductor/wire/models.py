@@ -447,6 +447,9 @@ class InstanceReply(Reply, frozen=True, kw_only=True):
     batch_max: int
     fetches: bool = True  # the default for answers of older conductors, which lack the field
     part_tokens: int = PART_TOKENS  # likewise
+    keyed: Annotated[
+        bool, Meta(description="Whether its model has a schema, and token ids so have keys.")
+    ] = False
     labels: dict[str, str]
     heard_s: Annotated[float | None, Meta(description="Since its last heartbeat.")]
     load: dict[str, float | None]

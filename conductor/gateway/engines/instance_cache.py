@@ -123,6 +123,10 @@ class Known:
         own = [one for one in self._instances.values() if _serves(one, model)]
         return own[0].model if own else model
 
+    def keyed(self, model: str) -> bool:
+        """Whether the conductor makes keys of a model's token ids."""
+        return any(one.keyed for one in self._instances.values() if one.model == model)
+
     def all_names(self) -> Collection[str]:
         """The instances' ids, and those of instances that the conductor has listed until a moment
         ago."""

@@ -144,15 +144,23 @@ class _Model:
         model.config = msgspec.structs.replace(self.config, namespace=lora_namespace(name))
         return model
 
-    def sized(self, ask: ClientRequest, token_ids: list[int], how: How) -> Sized:
+    def keys_by(self, *, keyed: bool) -> Literal["gateway", "conductor", "none"]:
+        """Who makes keys. `keyed`: whether the conductor can."""
+        if self.config.keys == "auto":
+            return "gateway" if self.schema is not None else "conductor" if keyed else "none"
+        if self.config.keys == "gateway" and self.schema is None:
+            return "none"
+        return self.config.keys
+
+    def sized(self, ask: ClientRequest, token_ids: list[int], how: How, *, keyed: bool) -> Sized:
         """The length and keys of a tokenised prompt. Raises InvalidRequest for bad token ids."""
         count = min(max(len(token_ids), 1), TOKENS_MAX)
-        if ask.salted or not token_ids or self.config.keys == "none":
+        maker = self.keys_by(keyed=keyed)
+        if ask.salted or not token_ids or maker == "none":
             return Sized(count, how)
-        if self.config.keys == "conductor":
+        if maker == "conductor":
             return Sized(count, how, token_ids=token_ids, namespace=self.config.namespace)
-        if self.schema is None:
-            return Sized(count, how)
+        assert self.schema is not None
         try:
             prefix = Prefix(self.schema, token_ids, self.config.namespace, self.secret)
         except TokenError as error:
@@ -182,9 +190,10 @@ class Tokenizing:
         """Stop the thread pool."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    async def size(self, ask: ClientRequest, base: str) -> Sized:
+    async def size(self, ask: ClientRequest, base: str, *, keyed: bool) -> Sized:
         """A prompt's length, and its keys if the gateway can compute them. `base` is its model, or
-        that to which it belongs as an adapter. Raises InvalidRequest."""
+        that to which it belongs as an adapter; `keyed`: whether the conductor can compute them.
+        Raises InvalidRequest."""
         model = self._models.get(ask.model)
         if model is None:
             model = self._models.get(base, self._default)
@@ -192,11 +201,11 @@ class Tokenizing:
                 model = model.of_adapter(ask.model)
         prompt = ask.prompt
         if prompt.token_ids is not None:
-            return model.sized(ask, prompt.token_ids, "client")
+            return model.sized(ask, prompt.token_ids, "client", keyed=keyed)
         if prompt.tokenisable:
             found = await self._tokens(model, ask)
             if found is not None:
-                return model.sized(ask, *found)
+                return model.sized(ask, *found, keyed=keyed)
         elif (
             model.config.tokenizer != "estimate" and prompt.foreign and prompt.messages is not None
         ):

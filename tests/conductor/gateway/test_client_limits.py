@@ -371,8 +371,9 @@ def test_check_says_all_that_is_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "model"),
     [
-        ("", "default"),
-        ("[models.m]", "models.m"),
+        ("", None),
+        ('[default]\nkeys = "gateway"', "default"),
+        ('[models.m]\nkeys = "gateway"', "models.m"),
         ('[models.m]\nkeys = "conductor"', None),
         ('[models.m]\nkeys = "none"', None),
     ],

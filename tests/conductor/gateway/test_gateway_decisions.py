@@ -12,11 +12,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import pytest
-from gatewaysupport import CONFIG, TIMES, Engine, Heard, changed, cluster, run, skip, until
+from gatewaysupport import (
+    CONFIG,
+    MODEL,
+    TIMES,
+    Engine,
+    Heard,
+    changed,
+    cluster,
+    run,
+    skip,
+    until,
+)
 
 from tiffin.conductor.core.inflight_requests import RequestPhase
 from tiffin.conductor.records import Decision, Rejection, Request, RequestEvent, Role
 from tiffin.conductor.wire.models import DecisionReply
+from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -372,3 +384,23 @@ class TestStreamsThatTakeLong:
                 assert it.core.kinds[-1] == "cancelled"
 
         run(scenario)
+
+
+def test_prefixes_find_their_blocks_with_no_configuration_at_all() -> None:
+    """The conductor has the schema that an instance registered with, and makes the keys."""
+    schema = KVSchema.gqa(
+        model=MODEL, layers=2, kv_heads=2, head_dim=8, dtype="float16", block_tokens=16
+    )
+
+    async def scenario() -> None:
+        async with cluster(Engine("m0")) as it:
+            prompt = list(range(40))
+            await it.post({"prompt": prompt})
+            assert it.core.asked[-1].keys == ()
+            spec = dataclasses.replace(it.core.cluster.spec("m0"), block_tokens=16)
+            it.service.learn_schema(spec, schema)
+            await it.gateway.refresh()
+            await it.post({"prompt": prompt})
+            assert it.core.asked[-1].keys == schema.prefix(prompt).keys
+
+    run(scenario)

@@ -634,7 +634,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def size(config: GatewayConfig, one: ClientRequest, remote: list[int] | None = None) -> Any:
+def size(
+    config: GatewayConfig,
+    one: ClientRequest,
+    remote: list[int] | None = None,
+    *,
+    keyed: bool = False,
+) -> Any:
     async def scenario() -> Any:
         asked: list[ClientRequest] = []
 
@@ -644,7 +650,7 @@ def size(config: GatewayConfig, one: ClientRequest, remote: list[int] | None = N
 
         tokenizing = Tokenizing(config, tokens)
         try:
-            return await tokenizing.size(one, one.model), len(asked)
+            return await tokenizing.size(one, one.model, keyed=keyed), len(asked)
         finally:
             tokenizing.close()
 
@@ -691,6 +697,17 @@ class TestTokenizing:
             sized, _ = size(GatewayConfig(models={MODEL: other}), prompt)
             assert sized.keys == ()
             assert (sized.token_ids is not None) == (keys == "conductor")
+
+    def test_without_a_schema_here_the_conductor_makes_them_if_it_can(self, folder: Path) -> None:
+        config = GatewayConfig(default=ModelConfig(tokenizer=str(folder)))
+        prompt = ask({"prompt": "who carries lunch"})
+        sized, _ = size(config, prompt, keyed=True)
+        assert (sized.token_ids, sized.keys) == ([1, 2, 3], ())
+        sized, _ = size(config, prompt, keyed=False)
+        assert (sized.token_ids, sized.prompt_tokens) == (None, 3)
+        here = GatewayConfig(default=ModelConfig(tokenizer=str(folder), keys="gateway"))
+        sized, _ = size(here, prompt, keyed=True)
+        assert sized.token_ids is None
 
     def test_a_salt_makes_other_keys_than_ours(self, folder: Path, tmp_path: Path) -> None:
         (tmp_path / "schema").write_bytes(SCHEMA.canonical_bytes())
