@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -268,5 +269,31 @@ def test_streams_of_engines_that_die_go_on(path: str) -> None:
             sampled = [await stream(it, 1) for _ in range(6)]
             assert any(b"engine_failed" in sent for sent in sampled)
             assert all(b"token_ids" not in sent for sent in sampled)
+
+    run(scenario)
+
+
+def test_another_model_does_not_go_on_with_an_answer() -> None:
+    """What a degraded placement would say next is not the rest of this answer."""
+    engines = [Greedy("m0", die_at=5), Greedy("m1", die_at=5)]
+
+    async def scenario() -> None:
+        async with cluster(*engines) as it:
+            place, placings = it.gateway.placing.place, 0
+
+            async def degraded(*args: Any, **named: Any) -> Any:
+                nonlocal placings
+                placings += 1
+                placed = await place(*args, **named)
+                return dataclasses.replace(placed, model="smaller" if placings > 1 else "")
+
+            it.gateway.placing.place = degraded  # type: ignore[method-assign]
+            async with it.stream({"prompt": PROMPT, "temperature": 0, "max_tokens": 60}) as got:
+                *said, last = [one for one in (await got.aread()).split(b"\n\n") if one]
+            assert b"engine_failed" in last
+            text = "".join(json.loads(one[6:])["choices"][0]["text"] for one in said)
+            assert text == ANSWER[:5]
+            assert placings == 2
+            assert it.number("continued_streams_total") == 0
 
     run(scenario)
