@@ -202,10 +202,15 @@ class Gateway:
         return replace(ask, wishes=wishes)
 
     def named(self, client: str, ask: ClientRequest) -> ClientRequest:
-        """A client's request to the model that the name in it stands for."""
+        """A client's request to the model that the name in it stands for. What continues a response
+        is for a model of the instance that has it."""
         shares = self._latest.aliases.get(ask.model)
-        if not shares or ask.follows:
+        if not shares:
             return ask
+        if ask.follows:
+            own = holder(ask.follows, self.known.names())
+            served = {one: part for one, part in shares.items() if own in self.known.serving(one)}
+            shares = served or shares
         return engine_bodies.asked_of(ask, chosen(shares, conversation(client, ask)))
 
     async def forward(

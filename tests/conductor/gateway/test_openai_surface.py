@@ -138,6 +138,25 @@ def test_a_conversation_of_responses_stays_with_its_instance() -> None:
     run(scenario)
 
 
+def test_a_conversation_of_responses_with_a_name_that_stands_for_a_model() -> None:
+    """What continues a response goes to where that is, whatever the name stands for by then."""
+    config = msgspec.structs.replace(CONFIG, aliases={"gpt": {MODEL: 0.5, "sql": 0.5}})
+    engines = [Whole(f"m{n}") for n in range(2)]
+
+    async def scenario() -> None:
+        async with cluster(*engines, config=config) as it:
+            first = await said(it, RESPONSES, {"model": MODEL, "input": "hello"})
+            for turn in range(8):
+                body = {"input": f"{turn}", "previous_response_id": first["id"]}
+                again = await said(it, RESPONSES, {"model": "gpt", **body})
+                assert again["at"] == first["at"]
+            (engine,) = (one for one in engines if one.name == first["at"])
+            asked = {json.loads(body["raw"])["model"] for _, body, _ in engine.calls}
+            assert asked == {MODEL}, "no instance has loaded the other one"
+
+    run(scenario)
+
+
 def test_a_streamed_response_is_counted() -> None:
     counter = TokenCounter()
     events: list[dict[str, Any]] = [
