@@ -40,7 +40,7 @@ from ..openai.openai_request import RESPONSES
 from .attempts import Attempts, Rejected, latin
 from .continuation import Continuation, continuable, with_ids
 from .placement import NoInstance, NoShards
-from .poison import Poisonous
+from .poison import NOT_AGAIN, Poisonous
 from .stream_latencies import StreamLatencies
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Serving(Response):
             log.error("%s: %s", self._attempts.ask.wishes.request_id, failure)
             gateway.metrics.poisoned.labels("died").inc()
             why = "instances ended while they computed this request: it is not tried again"
-            return None, error(502, "request_poisonous", why)
+            return None, error(502, "request_poisonous", why, headers=NOT_AGAIN)
         except EngineSlow as failure:
             log.warning("%s", failure)
             return None, error(504, "engine_timeout", "the instance did not answer in time")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...errors import ConductorError, ConductorUnavailable
@@ -13,7 +14,7 @@ from ...records import Rejection, RequestEvent
 from ..engines.engine_client import AnswerStream, EngineGone, Whole
 from ..openai.openai_request import CHAT, COMPLETIONS, RESPONSES
 from .execution import handed_over
-from .poison import own_answer
+from .poison import NOT_AGAIN, own_answer
 
 if TYPE_CHECKING:
     from ...web.tracing import Span
@@ -87,7 +88,7 @@ class Attempts:
                 own = own_answer(failures)
                 if own is not None:
                     gateway.metrics.poisoned.labels("answered_500").inc()
-                    return own
+                    return replace(own, headers=own.headers | NOT_AGAIN)
                 log.info("placed again: %s", failure)
                 self._drop_report()
                 if len(failures) > gateway.config.reschedules:
