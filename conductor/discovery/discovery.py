@@ -1,7 +1,7 @@
 """Which engines there are, whom to ask now, and what to register of it. Pure: the caller looks up
 names, asks engines, and carries out the actions.
 
-    discovery = Discovery(1.0, lambda: 10.0, core.requests_at, registered_at)
+    discovery = Discovery(1.0, 15.0, lambda: 10.0, core.requests_at, registered_at)
     discovery.found("dns engines:8000", [Place("http://10.0.0.21:8000", "10.0.0.21:8000")], options)
     for ask in discovery.due(now): ...                # ask each engine, then either of
     actions = discovery.answered(ask.place.url, Answer(spec, schema, load), now)
@@ -9,7 +9,7 @@ names, asks engines, and carries out the actions.
 
 An engine is known by its URL. It is asked what it is until it has said so, and then, every
 `scrape_s`, how busy it is; what it is, again after a failure, since it may have been restarted as
-another one.
+another one, and every `models_s`, since adapters come and go.
 
 - Answers are heartbeats. An engine that does not answer is silent, and the core knows what follows.
 - **An instance's own heartbeats win.** Whoever registers the same URL, under any id, is the
@@ -119,6 +119,7 @@ class _Engine:
     options: EngineOptions
     sources: list[str] = field(default_factory=list)
     due_at: float = -math.inf
+    whole_at: float = -math.inf  # when it was last asked what it is
     asking: bool = False
     known: tuple[InstanceSpec, KVSchema] | None = None
     registered: bool = False
@@ -141,11 +142,13 @@ class Discovery:
     def __init__(
         self,
         scrape_s: float,
+        models_s: float,
         timeout_s: Callable[[], float],
         runs: Callable[[str], int],
         registered_at: Callable[[str], str],
     ) -> None:
-        self._scrape_s, self._timeout_s, self._runs = scrape_s, timeout_s, runs
+        self._scrape_s, self._models_s = scrape_s, models_s
+        self._timeout_s, self._runs = timeout_s, runs
         self._registered_at = registered_at
         self._engines: dict[str, _Engine] = {}
         self._failing: dict[str, str] = {}  # sources, and why
@@ -211,7 +214,10 @@ class Discovery:
 
     def _ask(self, engine: _Engine, now: float) -> Ask:
         engine.asking, engine.due_at = True, now + self._scrape_s
-        whole = not engine.told_as and (engine.known is None or engine.failing_since is not None)
+        old = now - engine.whole_at >= self._models_s
+        unknown = engine.known is None or engine.failing_since is not None
+        whole = not engine.told_as and (unknown or old)
+        engine.whole_at = now if whole else engine.whole_at
         return Ask(engine.place, engine.options, whole, engine.instance)
 
     def answered(self, url: str, answer: Answer, now: float) -> list[Action]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,11 @@ class EngineWatch:
     def __init__(self, service: Service, settings: DiscoverySettings) -> None:
         self._service, self._settings = service, settings
         self.discovery = Discovery(
-            settings.scrape_s, self._timeout_s, self._runs, self._registered_at
+            settings.scrape_s,
+            settings.models_s,
+            self._timeout_s,
+            self._runs,
+            self._registered_at,
         )
         self._questions = EngineQuestions(settings)
         self._schemas = {
@@ -227,14 +232,26 @@ class EngineWatch:
     def _do(self, action: Action) -> None:
         service = self._service
         if isinstance(action, Announce):
+            drains = not action.anew and self._drains_as(action.spec)
             service.learn_schema(action.spec, action.schema)
             service.announce(action.spec, action.spec.id, action.load, anew=action.anew)
+            if drains:
+                service.core.drain(action.spec.id, service.clock())
         elif isinstance(action, Beat):
             service.announce(None, action.instance, action.load)
         elif action.now:
             service.remove(action.instance)
         else:
             service.core.drain(action.instance, service.clock())
+
+    def _drains_as(self, spec: InstanceSpec) -> bool:
+        """Whether the instance is drained, and about to be registered with nothing but other
+        labels, such as adapters that were loaded: a registration would end the drain."""
+        before = self._service.spec(spec.id)
+        if before is None or before == spec or replace(before, labels=spec.labels) != spec:
+            return False
+        cluster = self._service.core.cluster
+        return bool(cluster.draining[cluster.row(spec.id)])
 
     def _registered_at(self, url: str) -> str:
         specs = (one for one in self._service.core.cluster.specs if one is not None)

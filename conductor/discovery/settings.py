@@ -80,6 +80,9 @@ class DiscoverySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     scrape_s: Seconds = 1.0
     """How often each engine is asked how busy it is: as often as heartbeats come."""
 
+    models_s: Seconds = 15.0
+    """How often each engine is asked what it serves: adapters are loaded while it runs."""
+
     timeout_s: Seconds = 2.0
     """How long one may take to answer. With three failures it has been silent for less than
     `core.heartbeat_timeout_s`."""

@@ -33,7 +33,7 @@ A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 SCHEMA = own_schema("m", 512)
 OPTIONS = EngineOptions(profile="p")
 LOAD = Load(running=2)
-SCRAPE_S, TIMEOUT_S = 1.0, 10.0
+SCRAPE_S, MODELS_S, TIMEOUT_S = 1.0, 6.0, 10.0
 
 
 def place(url: str) -> Place:
@@ -55,6 +55,7 @@ class World:
     def __post_init__(self) -> None:
         self.discovery = Discovery(
             SCRAPE_S,
+            MODELS_S,
             lambda: TIMEOUT_S,
             lambda name: self.runs.get(name, 0),
             lambda url: next((name for name, at in self.registered.items() if at == url), ""),
@@ -114,6 +115,10 @@ def test_what_is_found_is_asked_what_it_is_and_then_how_busy_it_is(world: World)
     assert [ask.whole for ask in world.asked] == [False, False]
     world.turn(SCRAPE_S / 4)
     assert world.asked == [], "not before it is time"
+    world.turn(MODELS_S)
+    assert [ask.whole for ask in world.asked] == [True, True], "it may serve others by now"
+    world.turn()
+    assert [ask.whole for ask in world.asked] == [False, False]
 
 
 def test_who_has_not_answered_yet_is_not_asked_again(world: World) -> None:
@@ -254,7 +259,7 @@ def test_what_was_added_stays(world: World) -> None:
 
 
 def test_there_is_a_limit() -> None:
-    discovery = Discovery(SCRAPE_S, lambda: TIMEOUT_S, lambda _: 0, lambda _: "")
+    discovery = Discovery(SCRAPE_S, MODELS_S, lambda: TIMEOUT_S, lambda _: 0, lambda _: "")
     many = [place(f"http://h{n}:1") for n in range(ENGINES_MAX + 5)]
     discovery.found("dns x:1", many, OPTIONS)
     assert len(discovery.states(0.0)) == ENGINES_MAX

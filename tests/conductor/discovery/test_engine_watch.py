@@ -84,6 +84,34 @@ def test_an_engine_by_its_url_and_its_load(engine: FakeEngine) -> None:
     asyncio.run(check())
 
 
+def test_adapters_that_come_and_go(engine: FakeEngine) -> None:
+    """As vLLM's own routes load and unload them; a drain goes on meanwhile."""
+
+    def serve(*adapters: str) -> None:
+        listed = [{"id": "tiny", "root": "/m"}, *({"id": a, "parent": "tiny"} for a in adapters)]
+        engine.routes["/v1/models"] = json.dumps({"data": listed}).encode()
+
+    async def check() -> None:
+        serve("sql")
+        here = source(url=engine.url)
+        async with watched(here, models_s=0.2) as (service, _):
+
+            def told() -> str | None:
+                spec = service.spec(engine.where)
+                return None if spec is None else spec.labels.get("adapters")
+
+            await until(lambda: told() == "sql")
+            serve("sql", "french")
+            await until(lambda: told() == "sql,french")
+            service.core.drain(engine.where, service.clock())
+            serve()
+            await until(lambda: told() is None)
+            row = service.core.cluster.row(engine.where)
+            assert service.core.cluster.draining[row]
+
+    asyncio.run(check())
+
+
 def test_every_address_of_a_name(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name with two addresses, as the machine's resolver has it."""
     with FakeEngine("127.0.0.2", engine.port) as second:
