@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict, deque
+from math import exp
 from typing import TYPE_CHECKING
 
 from ...wire.answers import Refusal
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 AT_ONCE = 32
 # How much a call counts for the mean duration.
 _WEIGHT = 0.05
+# While there are no calls, the mean falls to a third in this time: what they took under load says
+# little of those that come after it.
+_FORGOTTEN_S = 1.0
 
 
 class PlacingQueue:
@@ -35,6 +39,7 @@ class PlacingQueue:
         self._patience_s, self._metrics, self._clock = patience_s, metrics, clock
         self._calls = 0
         self._call_s = 0.0  # mean duration of a call
+        self._quiet_since = clock()  # when the last call ended, while there are none
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by tenant
 
     def __len__(self) -> int:
@@ -48,6 +53,8 @@ class PlacingQueue:
         if self._calls >= AT_ONCE:
             await self._wait(tenant)
         else:
+            if not self._calls:
+                self._call_s *= exp((self._quiet_since - self._clock()) / _FORGOTTEN_S)
             self._calls += 1
         began = self._clock()
         try:
@@ -99,6 +106,7 @@ class PlacingQueue:
                 mine.set_result(None)
                 return
         self._calls -= 1
+        self._quiet_since = self._clock()
 
     def _refusal(self, place: int, expected_s: float) -> Refusal:
         self._metrics.not_placed.labels("queue").inc()

@@ -159,6 +159,30 @@ class TestThePlacingQueue:
 
         asyncio.run(scenario())
 
+    def test_how_slow_calls_were_is_forgotten_while_there_are_none(self) -> None:
+        """What calls took in a flood says nothing of the next flood, after a quiet minute."""
+
+        async def scenario() -> None:
+            clock = self.Clock()
+            it = self.queue(clock, patience_s=0.5)
+            for _ in range(100):  # calls that take a second
+                async with it.turn(""):
+                    clock.now += 1.0
+            clock.now += 60.0
+            hold = asyncio.Event()
+
+            async def place() -> None:
+                async with it.turn(""):
+                    await hold.wait()
+
+            flood = [asyncio.create_task(place()) for _ in range(100)]
+            await asyncio.sleep(0)
+            assert len(it) == 98
+            hold.set()
+            await asyncio.gather(*flood)
+
+        asyncio.run(scenario())
+
     def test_who_waits_for_too_long_or_goes_leaves_no_gap(self) -> None:
         async def scenario() -> None:
             it = self.queue(self.Clock(), patience_s=0.05)
