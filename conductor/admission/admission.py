@@ -473,7 +473,7 @@ def _wait_s(
 def _message(attempt: _Attempt, limit: float, reason: str, wait_s: float | None) -> str:
     forecast, objectives = attempt.forecast, attempt.objectives
     if reason == "kv_room":
-        text = "no decode instance has KV room for its context and answer"
+        text = "no decode instance has KV room for its context and answer, and a place in its batch"
     elif reason == "ttft":
         text = _predicted("TTFT", forecast.ttft_s, attempt.ttft_margin)
         text += _exceeds(f"the objective of {objectives.ttft_s} s", limit)

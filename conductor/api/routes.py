@@ -101,7 +101,7 @@ async def schedule(http: Request) -> Response:
     | reason | status | |
     |---|---|---|
     | `ttft`, `tbt` | 429 | an objective would be missed |
-    | `kv_room` | 429 | no decode instance has room for the context |
+    | `kv_room` | 429 | no decode instance has room for the context and a place in its batch |
     | `queue_full` | 429 | as many wait as may |
     | `preempted` | 429 | it waited, and had to leave for one of a higher class |
     | `no_prefill`, `no_decode` | 503 | no instance with this role is ready |
@@ -176,7 +176,7 @@ async def events(http: Request) -> Response:
     A client that sends what happened every 50 ms, with `total_tokens`, costs the conductor a
     tenth of a call for each event, and may repeat a call whose answer was lost."""
     body = await body_of(http, event_batch.EventTexts)
-    return answer(await observe_all(service_of(http), body.events))
+    return answer(await observe_all(service_of(http), body.events, http.is_disconnected))
 
 
 # -- instances -------------------------------------------------------------------------------------

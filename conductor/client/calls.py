@@ -60,6 +60,9 @@ R = TypeVar("R")
 WAIT_S = 20.0
 # How long a conductor may take to ask an engine what it is: some questions, one after the other.
 ASK_S = 30.0
+# How long a batch of events may wait behind decisions and the batches of other clients. Nobody
+# waits for it, and a batch that is given up and sent again costs the conductor its work twice.
+BATCH_WAIT_S = 8.0
 
 _encoder = msgspec.json.Encoder()
 _error = msgspec.json.Decoder(ErrorReply)
@@ -212,7 +215,7 @@ def observe_many(
 
     return RestCall(
         "POST", "/v1/events", read, _encode({"events": items}), repeatable,
-        list, conductor, only_there=True,
+        list, conductor, only_there=True, waits_s=BATCH_WAIT_S,
     )  # fmt: skip
 
 

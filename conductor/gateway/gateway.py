@@ -150,6 +150,7 @@ class Gateway:
             tokens=config.report_tokens,
             interval_s=config.report_s,
             batch_s=config.report_batch_s,
+            wait_s=config.timeouts.conductor_s,
         )
         self._complaint = ""
         self._tasks: list[asyncio.Task[None]] = []

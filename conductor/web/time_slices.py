@@ -4,6 +4,12 @@ help: they compete for the interpreter (the GIL).
 Of several jobs that wait for a slice, one has the next one, in turn, and only after all that the
 loop has received meanwhile was served. So a decision waits for the rest of one slice, whatever else
 goes on.
+
+A loop that has more to serve than it can would leave next to nothing to the jobs: a quarter of a
+millisecond after each ten. One of them takes the ends of requests, without which the conductor
+would have no room for others. So a slice is longer if much was served since the last one: half as
+long as that took, which leaves a third of the loop's time to the jobs. Then decisions wait for each
+other anyway, and now half as long again.
 """
 
 from __future__ import annotations
@@ -20,6 +26,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SLICE_S = 2.5e-4
+# A longer slice: as a part of what the loop did since the last one, and at most. In 20 ms it serves
+# two dozen decisions; if it took longer, it has collected garbage, and that does not come again.
+SHARE = 0.5
+SLICE_S_MAX = 1e-2
 
 
 class TimeSlices:
@@ -38,8 +48,9 @@ class TimeSlices:
         """Yield to the event loop if the slice is over; return at once while time is left."""
         if time.perf_counter() >= self._until:
             loop = asyncio.get_running_loop()
-            await _turns_of(loop).next(loop)
-            self._until = time.perf_counter() + SLICE_S
+            turns = _turns_of(loop)
+            await turns.next(loop)
+            self._until = time.perf_counter() + turns.slice_s()
 
     async def finish(self, work: Work[T]) -> T:
         """Run all of `work`, yielding to the event loop between pieces, and return its result."""
@@ -57,14 +68,20 @@ class _Turns:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._ended_at = 0.0  # of the last slice, in seconds of the loop's work
 
     def next(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
         """Done when it is the caller's turn."""
+        self._ended_at = _worked_s()
         turn = loop.create_future()
         self._waiting.append(turn)
         if len(self._waiting) == 1:
             loop.call_soon(self._received, loop)
         return turn
+
+    def slice_s(self) -> float:
+        """How long the slice is that begins now."""
+        return min(max(SHARE * (_worked_s() - self._ended_at), SLICE_S), SLICE_S_MAX)
 
     def _received(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loop has read what came during the last slice; it is served before the next one."""
@@ -77,6 +94,9 @@ class _Turns:
         if self._waiting:
             loop.call_soon(self._received, loop)
 
+
+# Not by the clock: of a busy machine other processes have a part, too.
+_worked_s = time.thread_time
 
 _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
 

@@ -14,6 +14,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ...errors import ConductorLate
 from ...records import TOKENS_MAX, Rejection, RequestEvent
 from .event_outbox import REST_S, EventOutbox
 
@@ -75,7 +76,8 @@ class Health:
 
 class Reporter:
     """Sends reports to the conductors: of each request every `tokens` tokens, or every
-    `interval_s`, and of all requests together what happened in `batch_s`. For one event loop."""
+    `interval_s`, and of all requests together what happened in `batch_s`. An answer waits for what
+    comes of a report for `wait_s` at most. For one event loop."""
 
     def __init__(
         self,
@@ -86,10 +88,11 @@ class Reporter:
         tokens: int,
         interval_s: float,
         batch_s: float,
+        wait_s: float,
     ) -> None:
         self.tokens, self.interval_s = tokens, interval_s
         self._client, self._health, self.now = client, health, clock
-        self._batch_s = batch_s
+        self._batch_s, self._wait_s = batch_s, wait_s
         self._outboxes: dict[str, EventOutbox] = {}  # by the conductor's URL
 
     def __len__(self) -> int:
@@ -114,7 +117,11 @@ class Reporter:
         """Send one event now. Returns a rejection if the conductor rejects the request after all.
         Raises ConductorError. A failed report does not change the conductor's health, which decides
         on calls for placement."""
-        return await self.outbox(event.conductor).ask(event)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                return await self.outbox(event.conductor).ask(event)
+        except TimeoutError as error:
+            raise ConductorLate(f"no answer to a report in {self._wait_s:g} s") from error
 
     def outbox(self, conductor: str) -> EventOutbox:
         """What goes to the conductor at this URL."""

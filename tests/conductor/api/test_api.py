@@ -466,6 +466,47 @@ class TestEventsInBatches:
 
         assert asyncio.run(scenario()) > 1
 
+    @pytest.mark.parametrize("hangs_up", [True, False])
+    def test_what_was_given_up_in_the_queue_is_not_taken(
+        self, core: Recorder, http: TestClient, hangs_up: bool
+    ) -> None:
+        """Its client sends it again: a conductor that took both would fall behind with each."""
+        register(http)
+        http.post("/v1/schedule", json=prompt())
+        app = create_app(core)
+        body = b'{"events": [{"request_id": "r1", "event": "first_token"}]}'
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/events", "query_string": b"",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "http_version": "1.1", "scheme": "http", "raw_path": b"/v1/events",
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "root_path": "",
+        }  # fmt: skip
+
+        async def scenario() -> None:
+            came, left = asyncio.Event(), asyncio.Event()
+
+            async def receive() -> dict[str, Any]:
+                if not came.is_set():
+                    came.set()
+                    return {"type": "http.request", "body": body, "more_body": False}
+                await left.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(_: Any) -> None:
+                pass
+
+            async with app.state.service.batch_turn:
+                task = asyncio.create_task(app(scope, receive, send))
+                await came.wait()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                if hangs_up:
+                    left.set()
+            await asyncio.wait_for(task, 20)
+
+        asyncio.run(scenario())
+        assert [event.kind for event in core.events] == ([] if hangs_up else ["first_token"])
+
 
 class TestPool:
     def test_plans_say_why_and_who_leads(self, http: TestClient, core: Recorder) -> None:

@@ -342,10 +342,11 @@ def test_nobody_there(kind: str) -> None:
 
 
 class Flaky:
-    """Closes the first connections after reading their requests, then answers `answer`."""
+    """Closes the first connections after reading their requests, then answers `answer`, each time
+    after `late_s`."""
 
-    def __init__(self, hang_up: int, answer: bytes) -> None:
-        self._left, self._answer = hang_up, answer
+    def __init__(self, hang_up: int, answer: bytes, late_s: float = 0.0) -> None:
+        self._left, self._answer, self._late_s = hang_up, answer, late_s
         self.requests: list[bytes] = []
         self._door = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._door.getsockname()[1]}"
@@ -362,6 +363,7 @@ class Flaky:
                 if self._left:
                     self._left -= 1
                     continue
+                time.sleep(self._late_s)
                 connection.sendall(self._answer)
 
     def __enter__(self) -> Flaky:
@@ -406,6 +408,14 @@ class TestRepetition:
             results = Both(kind, flaky.url).observe_many(events)
             assert len(flaky.requests) == calls
         assert (results == [None, None]) == (calls == 2)
+
+    def test_a_batch_may_wait_for_its_turn(self, kind: str) -> None:
+        """Given up, a busy conductor would have it twice."""
+        late = Flaky(0, answer("200 OK", b'{"taken": 1, "failed": []}'), late_s=0.5)
+        with late as conductor:
+            events = [RequestEvent("r", "finished")]
+            assert Both(kind, conductor.url, timeout_s=0.2).observe_many(events) == [None]
+            assert len(conductor.requests) == 1
 
     def test_an_end_that_was_heard_the_first_time_is_an_end(self, kind: str) -> None:
         gone = b'{"error":{"message":"no","type":"t","code":"unknown_request"}}'

@@ -21,6 +21,7 @@ from typer.main import get_command
 
 from tiffin.conductor.errors import (
     ConductorError,
+    ConductorLate,
     ConductorUnavailable,
     InvalidRequest,
     UnknownRequest,
@@ -384,9 +385,11 @@ def reporter(
     interval_s: float = 60.0,
     batch_s: float = 0.0,
     now: Callable[[], float] = lambda: 0.0,
+    wait_s: float = 60.0,
 ) -> Reporter:
     return Reporter(
-        listener, Health(), now, tokens=tokens, interval_s=interval_s, batch_s=batch_s
+        listener, Health(), now, tokens=tokens, interval_s=interval_s, batch_s=batch_s,
+        wait_s=wait_s,
     )  # fmt: skip
 
 
@@ -530,6 +533,20 @@ class TestReports:
             with pytest.raises(ConductorUnavailable):
                 await reports.say(RequestEvent("r", "prefill_done"))
             await reports.close(0.0)
+
+        asyncio.run(scenario())
+
+    def test_an_answer_does_not_wait_for_as_long_as_a_batch(self) -> None:
+        async def scenario() -> None:
+            listener = Listener()
+            listener.go.clear()
+            reports = reporter(listener, wait_s=0.01)
+            with pytest.raises(ConductorLate):
+                await reports.say(RequestEvent("r", "prefill_done"))
+            assert len(reports) == 1, "it is still under way"
+            listener.go.set()
+            await reports.close(5.0)
+            assert [event.kind for event in listener.heard] == ["prefill_done"]
 
         asyncio.run(scenario())
 
