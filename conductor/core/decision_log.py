@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Outcome = Decision | Rejection
 
-# Of each kind, some 5 KB each; there are about a dozen kinds: 30 MB.
+# Of each kind, some 3 KB each; there are about a dozen kinds: 20 MB.
 KEPT_MAX = 500
 # That many last for an hour, however many there are.
 KEPT_S = 3600.0

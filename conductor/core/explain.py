@@ -1,13 +1,15 @@
 """Why an instance was chosen: the best candidates and every term of their costs. Pure.
 
-A decision keeps the costs of its best candidates as arrays; `Candidate` objects are built lazily,
+A decision keeps the costs of its best candidates as numbers; `Candidate` objects are built lazily,
 when a caller reads them. With a thousand instances that costs ten microseconds per decision instead
 of a millisecond.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -19,26 +21,27 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..records import InstanceSpec
     from ..state.instance_table import Cluster
 
     Numbers = NDArray[np.float64] | list[float]
 
 
 class Candidates(Sequence[Candidate]):
-    """The best candidates of one choice, the chosen one first, then by cost."""
+    """The best candidates of one choice, the chosen one first, then by cost. In one piece of bytes,
+    as the log of decisions has two of these in each entry: arrays would take three times as much.
 
-    __slots__ = ("_cost", "_specs", "_terms")
+    `values` are doubles: the costs of all candidates, then for each of the `terms` those of all.
+    """
 
-    def __init__(
-        self, specs: list[InstanceSpec | None], cost: Numbers, terms: Mapping[str, Numbers]
-    ) -> None:
-        self._specs = specs
-        self._cost = cost
+    __slots__ = ("_instances", "_terms", "_values")
+
+    def __init__(self, instances: tuple[str, ...], terms: tuple[str, ...], values: bytes) -> None:
+        self._instances = instances
         self._terms = terms
+        self._values = values
 
     def __len__(self) -> int:
-        return len(self._specs)
+        return len(self._instances)
 
     @overload
     def __getitem__(self, index: int) -> Candidate: ...
@@ -47,10 +50,16 @@ class Candidates(Sequence[Candidate]):
     def __getitem__(self, index: int | slice) -> Candidate | list[Candidate]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        terms = {name: float(values[index]) for name, values in self._terms.items()}
-        spec = self._specs[index]
-        assert spec is not None  # only rows in use are candidates
-        return Candidate(spec.id, float(self._cost[index]), terms)
+        instance = self._instances[index]
+        values = memoryview(self._values).cast("d")
+        cost, *terms = values[index % len(self) :: len(self)].tolist()
+        return Candidate(instance, cost, dict(zip(self._terms, terms, strict=True)))
+
+
+@lru_cache(maxsize=64)
+def _once(names: tuple[str, ...]) -> tuple[str, ...]:
+    """These names as one object for all decisions: there are a few for each policy."""
+    return names
 
 
 def best_of(
@@ -62,8 +71,10 @@ def best_of(
     most: int,
 ) -> Candidates:
     """The `most` cheapest of `rows`, first of them the chosen one, at index `at`."""
+    names = _once(tuple(terms))
     if len(rows) == 1:
-        return Candidates([cluster.specs[rows[0]]], cost, terms)
+        values = array("d", [cost[0], *[of[0] for of in terms.values()]])
+        return Candidates((cluster.name(rows[0]),), names, values.tobytes())
     cost = np.asarray(cost)
     if len(rows) > most:
         best = cost.argpartition(most - 1)[:most]
@@ -72,7 +83,6 @@ def best_of(
         best = cost.argsort(kind="stable")
     if best[0] != at:
         best = np.concatenate(([at], best[best != at]))[:most]
-    specs = cluster.specs
-    named = [specs[row] for row in rows.take(best).tolist()]
-    some = {name: np.asarray(values).take(best) for name, values in terms.items()}
-    return Candidates(named, cost.take(best), some)
+    some = [np.asarray(of).take(best) for of in (cost, *terms.values())]
+    instances = tuple(map(cluster.name, rows.take(best).tolist()))
+    return Candidates(instances, names, np.concatenate(some, dtype=np.float64).tobytes())

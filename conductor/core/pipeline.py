@@ -8,6 +8,8 @@ later whether the rejection was right.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,6 +32,8 @@ from .silence import silent
 from .transfer_bookings import fetched_moves, handed_over_moves
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from ..admission.admission import Verdict
@@ -202,7 +206,7 @@ def _decode_candidates(parts: Parts, plan: RequestPlan) -> Candidates:
     return best_of(parts.cluster, plan.decode_rows, at, cost, decode.terms, most)
 
 
-def _left_out(parts: Parts, plan: RequestPlan, *, prefill: bool) -> dict[str, int]:
+def _left_out(parts: Parts, plan: RequestPlan, *, prefill: bool) -> Mapping[str, int]:
     """How many instances of the model are not among the candidates that are shown, by why: "lost",
     "draining", "other_role", "excluded" by the request, "not_compared" since the way was decided
     before the instance, and "dearer" than those."""
@@ -219,7 +223,13 @@ def _left_out(parts: Parts, plan: RequestPlan, *, prefill: bool) -> dict[str, in
         "not_compared": len(ready) - excluded - len(rows),
         "dearer": dearer,
     }
-    return {why: count for why, count in found.items() if count > 0}
+    return _counts(tuple((why, count) for why, count in found.items() if count > 0))
+
+
+@lru_cache(maxsize=256)
+def _counts(found: tuple[tuple[str, int], ...]) -> Mapping[str, int]:
+    """These counts as one object for all decisions, as most have the same."""
+    return MappingProxyType(dict(found))
 
 
 def _second(parts: Parts, request: Request, plan: RequestPlan) -> SecondPlace | None:

@@ -47,7 +47,7 @@ class CoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Candidates of which a decision keeps every term of the cost: the best ones."""
 
     log_max: Annotated[int, Meta(ge=1, le=1_000_000)] = 10_000
-    """Decisions that are remembered, some 5 KB each with sixteen candidates."""
+    """Decisions that are remembered, some 3 KB each with sixteen candidates."""
 
 
 class InstanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # Twice the longest Retry-After by default: who comes later, comes anew.
 RETRY_S = 120.0
-# Refused requests that are remembered, the latest: 6 MB. At 500 refusals a second, those of two
-# minutes.
+# Refused requests that are remembered, of the last `RETRY_S`, and at most: 12 MB. At 500 refusals a
+# second, those of two minutes.
 REFUSED_MAX = 65_536
 
 
@@ -28,6 +28,10 @@ class OfferedDemand:
 
     def __init__(self) -> None:
         self._refused: OrderedDict[tuple[object, ...], float] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many refused requests are remembered."""
+        return len(self._refused)
 
     def is_new(self, request: Request, now: float) -> bool:
         """Whether a request is not the retry of a refused one; then that is forgotten, as it was
@@ -42,8 +46,10 @@ class OfferedDemand:
         prompt = _prompt(request)
         self._refused[prompt] = now
         self._refused.move_to_end(prompt)
-        while len(self._refused) > REFUSED_MAX:
+        oldest = next(iter(self._refused.values()))
+        while oldest + RETRY_S < now or len(self._refused) > REFUSED_MAX:
             self._refused.popitem(last=False)
+            oldest = next(iter(self._refused.values()))
 
 
 def _prompt(request: Request) -> tuple[object, ...]:

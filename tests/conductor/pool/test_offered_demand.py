@@ -89,3 +89,11 @@ def test_it_remembers_a_bounded_number() -> None:
         demand.counted(Request(f"r{number}", "m", 10), 0.0)
     assert demand.is_new(Request("r0", "m", 10), 1.0)
     assert not demand.is_new(Request("r1", "m", 10), 1.0)
+
+
+def test_it_forgets_who_comes_too_late_to_be_known() -> None:
+    demand = OfferedDemand()
+    for number in range(1000):
+        demand.counted(Request(f"r{number}", "m", 10), float(number))
+    assert len(demand) <= RETRY_S + 1
+    assert not demand.is_new(Request("r999", "m", 10), 1000.0)
