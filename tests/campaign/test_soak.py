@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from .soak import campaign
-from .soak.campaign import WorkerKill, grown, memory_of, uncounted, unexplained
+from .soak.campaign import WorkerKill, uncounted, unexplained
 from .soak.clients import STREAM_TOKENS, Answer, Broken, Connection, Load, judge, request
+from .soak.memory import LIVE_ON, Growth, Memory, grown, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from .soak.memory import Sample
 
 SHORT_S = 25.0
 
@@ -84,19 +87,40 @@ def test_fallbacks_that_the_metric_lacks_are_found() -> None:
     assert uncounted(answers=5, metric=4.0, uncertain=0) == ["1 fallbacks were not counted"]
 
 
-def samples(growth_mib: float, lives: Sequence[str] = campaign.LIVE_ON) -> list:
-    return [(s, {f"{name} 7": 90 + growth_mib * s / 900 for name in lives}) for s in range(900)]
+def samples(growth_mib: float, lives: Sequence[str] = LIVE_ON, seconds: int = 900) -> list[Sample]:
+    """Samples of processes that grow by so much in all; what is of files grows in any case."""
+
+    def at(s: int) -> Memory:
+        own_mib = 90 + growth_mib * s / seconds
+        return Memory(own_mib, own_mib + 30 + 5 * s / seconds)
+
+    return [(s, {f"{name} 7": at(s) for name in lives}) for s in range(seconds)]
 
 
 def test_memory_that_grows_is_found() -> None:
     memory = memory_of(samples(0.0), 900.0)
-    assert memory == {f"{name} 7": (90.0, 90.0) for name in campaign.LIVE_ON}
+    assert list(memory) == [f"{name} 7" for name in LIVE_ON]
+    assert {(one.from_min, one.grown_mib) for one in memory.values()} == {(5.0, 0.0)}
     assert grown(memory, 900.0) == []
     more = memory_of(samples(9.0), 900.0)
-    assert grown(more, 900.0) == [f"{name} 7 grew by 5.1 MiB" for name in campaign.LIVE_ON]
+    assert grown(more, 900.0) == [
+        f"{name} 7 grew by 5.1 MiB from minute 5 to the end" for name in LIVE_ON
+    ]
     assert grown(memory_of(samples(0.0, ["gateway", "worker"]), 900.0), 900.0) == [
         "the conductor did not live to the end"
     ]
+
+
+def test_a_shorter_run_is_watched_for_the_same_part_and_is_told() -> None:
+    memory = memory_of(samples(9.0, seconds=360), 360.0)
+    assert {one.from_min for one in memory.values()} == {2.0}
+    assert {round(one.grown_mib, 1) for one in memory.values()} == {5.1}
+    assert grown(memory, 360.0) == []
+    one = Growth(10.0, Memory(90.0, 120.0), Memory(91.5, 119.0))
+    assert one.told() == {
+        "own_grown": 1.5, "own_at_minute_10": 90.0, "own_at_the_end": 91.5,
+        "rss_at_minute_10": 120.0, "rss_at_the_end": 119.0,
+    }  # fmt: skip
 
 
 def test_a_connection_that_breaks_within_an_answer_says_from_where() -> None:

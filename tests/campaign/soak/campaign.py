@@ -10,7 +10,6 @@ import asyncio
 import json
 import random
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -22,9 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from .clients import Load
 from .front_door import WORKERS, FrontDoor, kill_worker, until
+from .memory import grown, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from .memory import Sample
 
 LOADED = 0.7
 # A closed loop of so many for so long tells what this machine carries.
@@ -32,11 +34,10 @@ MEASURED_S, AT_ONCE = 5.0, 64
 # Between two faults, and until what was killed is started again. A gateway that lost its
 # conductor asks it every second.
 CALM_S, AWAY_S = 12.0, (0.5, 4.0)
-GROWN_MIB = 2.0
-# Until then processes fill what they keep: connections, logs of decisions, the last known state.
-WARM_S = 300.0
-LIVE_ON = ("gateway", "worker", "conductor")
-SAMPLE_S = 1.0
+# The conductor is killed within this part of the time alone. The last one that is started has to
+# fill what it keeps before its memory is watched.
+KILLED_SHARE = 1 / 6
+SAMPLE_S, TELL_S = 1.0, 60.0
 # A client notices within this time that its connection has ended.
 NOTICED_S = 2.0
 
@@ -61,7 +62,7 @@ class WorkerKill:
 class Watched:
     """What was seen of the processes: memory, kills of workers, fallbacks that these counted."""
 
-    memory: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
+    memory: list[Sample] = field(default_factory=list)
     kills: list[WorkerKill] = field(default_factory=list)
     # Fallbacks that killed workers had counted, and answers that came while that was not known.
     lost_fallbacks: float = 0.0
@@ -87,31 +88,34 @@ class Soak:
             await self.door.ready()
             carried = await self.load.most(MEASURED_S, AT_ONCE)
             self._began_s = time.monotonic()
-            beside += [group.create_task(work) for work in (self._sample(), self._fault(calm_s))]
+            also = (self._sample(), self._fault(calm_s), self._tell())
+            beside += [group.create_task(work) for work in also]
             await self.load.run(LOADED * carried, self._seconds)
             for one in beside[1:]:
                 one.cancel()
             await asyncio.gather(*beside[1:], return_exceptions=True)
             left = await self._rest()
+            lost = await self.door.lost()
             counted = await self.door.fallbacks(WORKERS) + self.watched.lost_fallbacks
             beside[0].cancel()
         self.load.close()
         await self.door.close()
-        rate = round(LOADED * carried)
-        return {**self._report(counted, left), "requests_per_s": rate}
+        more = {"requests_per_s": round(LOADED * carried), "lost_at_the_conductor": lost}
+        return {**self._report(counted, left), **more}
 
     def _report(self, counted: float, left: Mapping[str, float]) -> dict[str, Any]:
         load, watched = self.load, self.watched
         told = {"answers": load.fallbacks, "metric": counted, "uncertain": watched.uncertain}
+        memory = memory_of(watched.memory, self._seconds)
         return {
             "faults": dict(self.faults),
             "outcomes": dict(load.outcomes.most_common()),
             "fallbacks": told,
-            "memory_mib": memory_of(watched.memory, self._seconds),
+            "memory_mib": {name: one.told() for name, one in memory.items()},
             "answers": [*load.findings, *unexplained(load.broken, watched.kills)],
             "leaks": [
                 *(f"{name} is {value:g} at the end" for name, value in left.items()),
-                *uncounted(**told), *grown(memory_of(watched.memory, self._seconds), self._seconds),
+                *uncounted(**told), *grown(memory, self._seconds),
                 *(f"{one} logged a traceback" for one in self._tracebacks()),
             ],
         }  # fmt: skip
@@ -139,8 +143,25 @@ class Soak:
 
     async def _sample(self) -> None:
         while True:
-            self.watched.memory.append((self._at_s, self.door.memory_mib()))
+            self.watched.memory.append((self._at_s, self.door.memory()))
             await asyncio.sleep(SAMPLE_S)
+
+    async def _tell(self) -> None:
+        """A line on stderr every minute."""
+        while True:
+            await asyncio.sleep(TELL_S)
+            at, of = self._at_s / 60, self._seconds / 60
+            faults = sum(self.faults.values())
+            print(
+                f"minute {at:.0f} of {of:g}: {self.load.told()}; {faults} faults; "
+                f"own memory in MiB: {self._memory_now()}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _memory_now(self) -> str:
+        memory = self.watched.memory[-1][1] if self.watched.memory else {}
+        return ", ".join(f"{name} {one.own_mib:.1f}" for name, one in memory.items())
 
     @property
     def _at_s(self) -> float:
@@ -150,8 +171,8 @@ class Soak:
         while True:
             for fault in self._dice.sample(FAULTS, len(FAULTS)):
                 await asyncio.sleep(calm_s)
-                # From a third on its memory is watched, so it has to live: it stands still instead.
-                if fault is kill_conductor and self._at_s + calm_s > self._seconds / 3:
+                # Later its memory is watched, so it has to live: it stands still instead.
+                if fault is kill_conductor and self._at_s > self._seconds * KILLED_SHARE:
                     fault = stop_conductor
                 self.faults[fault.__name__] += 1
                 await fault(self, self._dice.uniform(*AWAY_S))
@@ -236,39 +257,6 @@ def uncounted(answers: int, metric: float, uncertain: int) -> list[str]:
     return [f"{missing:g} fallbacks were not counted"] if missing > 0 else []
 
 
-def memory_of(
-    samples: Sequence[tuple[float, Mapping[str, float]]], seconds: float
-) -> dict[str, tuple[float, float]]:
-    """MiB of each process that lived from a third of the time to the end: then, and at the end.
-    Each is the median of a tenth of the time, as open requests need some."""
-    then = [s for at_s, s in samples if seconds / 3 <= at_s < seconds * (1 / 3 + 0.1)]
-    last = [s for at_s, s in samples if at_s >= seconds * 0.9]
-    if not then or not last:
-        return {}
-    return {
-        name: (_median(name, then), _median(name, last))
-        for name in then[0]
-        if all(name in sample for sample in (*then, *last))
-    }
-
-
-def _median(name: str, samples: Sequence[Mapping[str, float]]) -> float:
-    return round(statistics.median(sample[name] for sample in samples), 2)
-
-
-def grown(memory: Mapping[str, tuple[float, float]], seconds: float) -> list[str]:
-    """Processes that did not live, or, in a run that is long enough, need more memory."""
-    names = {name.split()[0] for name in memory}
-    return [
-        *(f"the {name} did not live to the end" for name in LIVE_ON if name not in names),
-        *(
-            f"{name} grew by {last - then:.1f} MiB"
-            for name, (then, last) in memory.items()
-            if last - then > GROWN_MIB and seconds / 3 >= WARM_S
-        ),
-    ]
-
-
 def soak(seconds: float, seed: int, calm_s: float = CALM_S) -> dict[str, Any]:
     """Run it; returns the report, whose `answers` and `leaks` are findings."""
     with ExitStack() as stack:
@@ -285,5 +273,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--calm", type=float, default=CALM_S, help="seconds between two faults")
     chosen = parser.parse_args(arguments)
     report = soak(60.0 * chosen.minutes, chosen.seed, chosen.calm)
+    for finding in (*report["answers"], *report["leaks"]):
+        print(finding, file=sys.stderr)
     print(json.dumps(report))
     return 1 if report["answers"] or report["leaks"] else 0

@@ -216,6 +216,16 @@ class Load:
             self._count(what, clear=clear)
         self._free.append(connection)
 
+    def told(self) -> str:
+        """How many requests were answered so far, refused, and otherwise."""
+        whole = self.outcomes["answer"] + self.outcomes["stream"]
+        broken = self.outcomes["broken connection"]
+        refused = self.outcomes.total() - whole - broken - len(self.findings)
+        return (
+            f"{whole} requests answered, {refused} refused or ended with an error, {broken} broken"
+            f", {len(self.findings)} findings"
+        )
+
     def _count(self, what: str, *, clear: bool) -> None:
         self.outcomes[what] += 1
         if not clear:

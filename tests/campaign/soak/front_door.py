@@ -25,6 +25,7 @@ from tiffin.conductor.records import InstanceSpec, Load, Role
 from tiffin.kvstore import KVSchema
 
 from .clients import KEY, MODEL
+from .memory import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -35,12 +36,13 @@ ENGINES, WORKERS = 4, 2
 SETTLE_S = 180.0
 _PROFILE = "llama-3.1-8b.h100.tp1.vllm"
 # Reservations of a killed worker's requests are to end within the run's last minute.
-_CONDUCTOR = {"core": {"decision_ttl_s": 20.0}}
+# Its log of decisions is full long before its memory is watched, however slow the machine is.
+_CONDUCTOR = {"core": {"decision_ttl_s": 20.0, "log_max": 2000}}
 # So that prompts have keys, and workers keep the last known state of their prefixes.
 _GATEWAY = {"default": {"tokenizer": "estimate", "keys": "conductor"}}
 _SCHEMA = KVSchema.gqa(model=MODEL, layers=2, kv_heads=2, head_dim=8, dtype="bfloat16")
 _HEARTBEAT_S = 1.0
-_MIB = 1024  # VmRSS is in KiB
+_KIB_PER_MIB = 1024
 
 
 class Engine:
@@ -149,6 +151,14 @@ class FrontDoor:
             found["at the conductor"] = found.get("at the conductor", 0.0) + float(value)
         return {name: value for name, value in found.items() if value}
 
+    async def lost(self) -> float:
+        """Requests whose end the conductor was not told, since it was started last."""
+        text = (await self._http.get(f"{self.conductor_url}/metrics")).text
+        found = re.search(
+            r'^tiffin_conductor_requests_ended_total{why="expired"} (\S+)$', text, re.MULTILINE
+        )
+        return float(found[1]) if found else 0.0
+
     def workers(self) -> list[int]:
         """The pids of the gateway's workers."""
         pid = self.gateway.process.pid
@@ -165,14 +175,13 @@ class FrontDoor:
                             await client.register(engine.spec, Load(), _SCHEMA)
                 await asyncio.sleep(_HEARTBEAT_S)
 
-    def memory_mib(self) -> dict[str, float]:
-        """Resident memory of the processes that are to live on, of those that do, by name and
-        pid."""
+    def memory(self) -> dict[str, Memory]:
+        """The memory of the processes that are to live on, of those that do, by name and pid."""
         gateway, conductor = self.gateway.process.pid, self.conductor.process.pid
         found = {}
         for name, pid in (("gateway", gateway), ("worker", self.kept), ("conductor", conductor)):
             with contextlib.suppress(OSError):
-                found[f"{name} {pid}"] = resident_mib(pid)
+                found[f"{name} {pid}"] = memory_of_process(pid)
         return found
 
     async def close(self) -> None:
@@ -180,11 +189,13 @@ class FrontDoor:
         await self._http.aclose()
 
 
-def resident_mib(pid: int) -> float:
-    """VmRSS. Raises OSError for a process that has ended."""
+def memory_of_process(pid: int) -> Memory:
+    """Its memory. Raises OSError for a process that has ended."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    found = re.search(r"^VmRSS:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) / _MIB if found else 0.0
+    kib = {
+        name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
+    }
+    return Memory(kib.get("RssAnon", 0) / _KIB_PER_MIB, kib.get("VmRSS", 0) / _KIB_PER_MIB)
 
 
 def clients_of(pid: int, port: int) -> set[int]:
