@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 from .clients import Load
 from .front_door import WORKERS, FrontDoor, kill_worker, until
 from .memory import grown, memory_of
@@ -67,6 +69,7 @@ class Watched:
     # Fallbacks that killed workers had counted, and answers that came while that was not known.
     lost_fallbacks: float = 0.0
     uncertain: int = 0
+    never: list[str] = field(default_factory=list)  # what should have come and did not
 
 
 class Soak:
@@ -94,14 +97,23 @@ class Soak:
             for one in beside[1:]:
                 one.cancel()
             await asyncio.gather(*beside[1:], return_exceptions=True)
-            left = await self._rest()
-            lost = await self.door.lost()
-            counted = await self.door.fallbacks(WORKERS) + self.watched.lost_fallbacks
+            report = await self._reported()
             beside[0].cancel()
         self.load.close()
         await self.door.close()
-        more = {"requests_per_s": round(LOADED * carried), "lost_at_the_conductor": lost}
-        return {**self._report(counted, left), **more}
+        return {**report, "requests_per_s": round(LOADED * carried)}
+
+    async def _reported(self) -> dict[str, Any]:
+        """The report, with what the processes say at the end."""
+        left: Mapping[str, float] = {}
+        counted = lost = 0.0
+        try:
+            left = await self._rest()
+            lost = await self.door.lost()
+            counted = await self.door.fallbacks(WORKERS) + self.watched.lost_fallbacks
+        except (AssertionError, httpx.HTTPError) as never:
+            self.watched.never.append(f"at the end {never!r}")
+        return {**self._report(counted, left), "lost_at_the_conductor": lost}
 
     def _report(self, counted: float, left: Mapping[str, float]) -> dict[str, Any]:
         load, watched = self.load, self.watched
@@ -112,7 +124,9 @@ class Soak:
             "outcomes": dict(load.outcomes.most_common()),
             "fallbacks": told,
             "memory_mib": {name: one.told() for name, one in memory.items()},
-            "answers": [*load.findings, *unexplained(load.broken, watched.kills)],
+            "answers": [
+                *load.findings, *unexplained(load.broken, watched.kills), *watched.never,
+            ],
             "leaks": [
                 *(f"{name} is {value:g} at the end" for name, value in left.items()),
                 *uncounted(**told), *grown(memory, self._seconds),
@@ -168,6 +182,7 @@ class Soak:
         return time.monotonic() - self._began_s
 
     async def _fault(self, calm_s: float) -> None:
+        peaked = set[str]()
         while True:
             for fault in self._dice.sample(FAULTS, len(FAULTS)):
                 await asyncio.sleep(calm_s)
@@ -175,7 +190,15 @@ class Soak:
                 if fault is kill_conductor and self._at_s > self._seconds * KILLED_SHARE:
                     fault = stop_conductor
                 self.faults[fault.__name__] += 1
-                await fault(self, self._dice.uniform(*AWAY_S))
+                first = fault.__name__ not in peaked and self._at_s > self._seconds * KILLED_SHARE
+                if first:  # what it leaves behind in the heaps is no growth later
+                    peaked.add(fault.__name__)
+                away_s = max(AWAY_S) if first else self._dice.uniform(*AWAY_S)
+                try:
+                    await fault(self, away_s)
+                except AssertionError as never:
+                    why = f"after {fault.__name__} at {self._at_s:.0f} s {never}"
+                    self.watched.never.append(why)
 
 
 # -- faults ----------------------------------------------------------------------------------------
