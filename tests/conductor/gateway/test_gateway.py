@@ -12,6 +12,7 @@ import pytest
 from gatewaysupport import MODEL, Engine, Heard, changed, cluster, run, skip, until
 from latencysupport import total
 
+from tiffin.conductor.gateway import gateway
 from tiffin.conductor.gateway.config import GatewayLimits, ModelConfig
 from tiffin.conductor.records import Role
 from tiffin.conductor.web.auth import load_tokens
@@ -718,5 +719,17 @@ def test_twenty_clients_at_once() -> None:
             assert it.core.kinds.count("finished") == 20
             assert it.core.statistics()["in_flight"] == 0
             assert all(engine.completions for engine in engines), "the conductor spreads them"
+
+    run(scenario)
+
+
+def test_memory_that_peaks_have_left_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[None]()
+    monkeypatch.setattr(gateway, "_GIVE_BACK_S", 0.001)
+    monkeypatch.setattr(gateway, "give_back", lambda: given.append(None))
+
+    async def scenario() -> None:
+        async with cluster(Engine("m0")):
+            await until(lambda: len(given) > 1)
 
     run(scenario)

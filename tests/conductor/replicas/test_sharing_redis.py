@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 import uuid
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from directory.ports import free_port
 from directory.redisserver import RedisCluster, RedisServer, wait_until
 from sharingsupport import conductor, request, spec
 
 from tiffin.conductor.records import Decision
-from tiffin.conductor.replicas.redis_link import Met, RedisLink, share, unique_name
+from tiffin.conductor.replicas.redis_link import Met, RedisLink, _meet, share, unique_name
 from tiffin.conductor.replicas.replica import SharedConductor
 from tiffin.conductor.replicas.shared_records import Change
 from tiffin.conductor.replicas.states import LoadRow, State
@@ -276,6 +279,38 @@ def test_in_a_loop_without_redis_and_with_it_again(
         asyncio.run(run(own))
     assert "m0" in [one.id for news in found for one in news.joined]
     assert 2 <= caplog.text.count("deciding alone") <= 4, "once for each time that it is away"
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_an_outage_leaves_no_garbage_to_the_collector(
+    server: RedisServer, pool: str, *, paused: bool
+) -> None:
+    """The conductor's looks at all objects every ten minutes, and its Redis may be away for as
+    long: ten exchanges a second."""
+    core = conductor(unique_name())
+    address = server.address if paused else f"127.0.0.1:{free_port()}"
+
+    async def scenario() -> None:
+        with contextlib.closing(RedisLink(f"redis://{address}/0?timeout=0.05", pool=pool)) as link:
+            for _ in range(3):
+                assert await _meet(core, link, clock)
+
+    gc.collect()
+    gc.disable()
+    if paused:
+        server.pause()
+    try:
+        asyncio.run(scenario())
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kinds = Counter(type(one).__name__ for one in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+        if paused:
+            server.resume()
+    assert not {"DirectoryUnavailable", "RedisCall", "State", "traceback"} & set(kinds), kinds
 
 
 def test_names_are_of_nobody_before() -> None:
