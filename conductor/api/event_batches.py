@@ -15,7 +15,7 @@ from ..wire.answers import Refusal, invalid_json, told
 from ..wire.event_batch import EventFailure, EventItem, EventsReply
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from ..records import Rejection
     from ..wire.models import ErrorDetail, EventBody
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 _item = msgspec.json.Decoder(EventItem)
 
 
-async def _stays() -> bool:
+def _stays() -> bool:
     return False
 
 
 async def observe_all(
-    service: Service, texts: Sequence[msgspec.Raw], gone: Callable[[], Awaitable[bool]] = _stays
+    service: Service, texts: Sequence[msgspec.Raw], gone: Callable[[], bool] = _stays
 ) -> EventsReply:
     """Take events in their order. Those that can't be taken are listed in the answer. `gone`: a
     function that tells whether the client has hung up.
@@ -39,7 +39,7 @@ async def observe_all(
     failed: list[EventFailure] = []
     waits = service.batch_turn.locked()
     async with service.batch_turn:  # or each of many batches would take a slice before a decision
-        if waits and await gone():
+        if waits and gone():
             return EventsReply(taken=0, failed=[])
         turns = TimeSlices()
         for at, text in enumerate(texts):

@@ -5,6 +5,7 @@ Handlers raise ConductorError and Refusal; `rest_route.py` makes answers of them
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -16,6 +17,7 @@ from ..errors import InvalidRequest, UnknownRequest
 from ..records import Decision, Rejection, Role
 from ..state.request_ids import name_of
 from ..web.auth import Right
+from ..web.hang_ups import has_hung_up
 from ..web.metrics import CONTENT_TYPE
 from ..web.time_slices import TimeSlices
 from ..wire import conversions, event_batch, models, pool_models, schedule_batch
@@ -107,7 +109,8 @@ async def schedule(http: Request) -> Response:
     | `no_prefill`, `no_decode` | 503 | no instance with this role is ready |
     """
     body = await body_of(http, ScheduleText)
-    outcome = await place(service_of(http), body, http.headers)
+    gone = partial(has_hung_up, http.scope)
+    outcome = await place(service_of(http), body, http.headers, gone)
     return rejected(outcome) if isinstance(outcome, Rejection) else answer(outcome)
 
 
@@ -127,7 +130,8 @@ async def schedules(http: Request) -> Response:
     A busy client that sends together what has come during its last call takes half as much of the
     conductor's time for each."""
     body = await body_of(http, schedule_batch.ScheduleTexts)
-    return answer(await place_all(service_of(http), body.requests, http.headers))
+    gone = partial(has_hung_up, http.scope)
+    return answer(await place_all(service_of(http), body.requests, http.headers, gone))
 
 
 @_hot.post(
@@ -176,7 +180,8 @@ async def events(http: Request) -> Response:
     A client that sends what happened every 50 ms, with `total_tokens`, costs the conductor a
     tenth of a call for each event, and may repeat a call whose answer was lost."""
     body = await body_of(http, event_batch.EventTexts)
-    return answer(await observe_all(service_of(http), body.events, http.is_disconnected))
+    gone = partial(has_hung_up, http.scope)
+    return answer(await observe_all(service_of(http), body.events, gone))
 
 
 # -- instances -------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ deadline for the client that sends them. It answers 431 to a head that is too la
 the URL), and 408 to one that is too slow.
 
 An app reports that it has authorised a request by calling `scope["extensions"][PROOF]()`, which is
-False if there is no room for more connections (`connection_limits.py`).
+False if there is no room for more connections (`connection_limits.py`). It asks whether the client
+has hung up by calling `scope["extensions"][GONE]()` (`hang_ups.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ..web.connection_limits import PROOF, Connections
+from ..web.hang_ups import GONE, ended_there
 from ..wire.answers import error
 from .held_head import HeldHead
 
@@ -97,7 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_deadline()
         if self.scope is not None:
             # Break the reference cycle through `PROOF`, to save the garbage collector the work.
-            self.scope["extensions"] = {}
+            self.scope["extensions"] = {GONE: _yes}  # type: ignore[dict-item]
 
     def data_received(self, data: bytes) -> None:
         """Parse received data in pieces, until a request is refused."""
@@ -134,7 +136,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= PIPELINED_MAX:
             raise _Refused(400, "pipelined", f"at most {PIPELINED_MAX} requests may wait here")
         super().on_message_begin()
-        self.scope["extensions"] = {PROOF: self._prove}  # type: ignore[dict-item]
+        self.scope["extensions"] = {PROOF: self._prove, GONE: self._has_gone}  # type: ignore[dict-item]
         self._fields = 0
         self._pending_bytes = self._pending_bytes or 1
 
@@ -182,6 +184,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def _prove(self) -> bool:
         return self._table.prove(self)
 
+    def _has_gone(self) -> bool:
+        if self.transport.is_closing():
+            return True
+        return ended_there(self.transport.get_extra_info("socket").fileno())
+
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -227,6 +234,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
         self.transport.close()
+
+
+def _yes() -> bool:
+    return True
 
 
 def _too_large(limit: str) -> tuple[int, str, str]:

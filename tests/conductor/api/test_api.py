@@ -29,6 +29,7 @@ from tiffin.conductor.pool.prompt_sums import PromptSums
 from tiffin.conductor.records import Rejection, Request, RequestEvent
 from tiffin.conductor.state.part_keys import part_keys
 from tiffin.conductor.web.auth import Grant, Right, Tokens, load_tokens
+from tiffin.conductor.web.hang_ups import GONE
 from tiffin.conductor.wire.block_keys import parse_schema
 from tiffin.conductor.wire.event_batch import EVENTS_MAX
 from tiffin.kvstore import KVSchema
@@ -480,6 +481,7 @@ class TestEventsInBatches:
             "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
             "http_version": "1.1", "scheme": "http", "raw_path": b"/v1/events",
             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "root_path": "",
+            "extensions": {GONE: lambda: hangs_up},
         }  # fmt: skip
 
         async def scenario() -> None:
@@ -500,12 +502,39 @@ class TestEventsInBatches:
                 await came.wait()
                 for _ in range(10):
                     await asyncio.sleep(0)
-                if hangs_up:
-                    left.set()
             await asyncio.wait_for(task, 20)
 
         asyncio.run(scenario())
         assert [event.kind for event in core.events] == ([] if hangs_up else ["first_token"])
+
+
+class TestHangUps:
+    @pytest.mark.parametrize("hangs_up", [True, False])
+    @pytest.mark.parametrize("path", ["/v1/schedule", "/v1/schedules"])
+    def test_who_has_hung_up_is_not_placed(
+        self, core: Recorder, http: TestClient, path: str, hangs_up: bool
+    ) -> None:
+        """It may have cancelled the request while its tokens were read."""
+        register(http)
+        asked = prompt() if path == "/v1/schedule" else {"requests": [prompt()]}
+        body = json.dumps(asked).encode()
+        app = create_app(core)
+        scope = {
+            "type": "http", "method": "POST", "path": path, "query_string": b"",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "http_version": "1.1", "scheme": "http", "raw_path": path.encode(),
+            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "root_path": "",
+            "extensions": {GONE: lambda: hangs_up},
+        }  # fmt: skip
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(_: Any) -> None:
+            pass
+
+        asyncio.run(app(scope, receive, send))
+        assert len(core.ledger) == (not hangs_up)
 
 
 class TestPool:

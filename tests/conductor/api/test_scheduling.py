@@ -108,7 +108,7 @@ def test_others_have_their_turn_meanwhile(core: Recorder) -> None:
 
         task = asyncio.create_task(others())
         await asyncio.sleep(0)
-        await place_all(service, texts, {})
+        await place_all(service, texts, {}, lambda: False)
         task.cancel()
         return turns
 
