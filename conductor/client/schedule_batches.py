@@ -3,12 +3,16 @@
 A call of its own costs the client a third of a millisecond of CPU time, and the conductor as much.
 One that comes when nothing is under way goes at once, alone; those that come meanwhile go together
 as soon as one of the calls under way has returned. So the busier a client is, the less each costs.
+
+Who is cancelled while its prompt is on its way waits for the outcome first: what it then says of
+the request, that it is cancelled, must not come to the conductor before the prompt does.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import ConductorError, ConductorUnavailable
@@ -31,22 +35,35 @@ CALLS_MAX = 2
 BATCH_BYTES_MAX = 512 << 10
 
 
+@dataclass(slots=True)
+class _Prompt:
+    body: bytes
+    outcome: asyncio.Future[Placed]
+    sent: bool = False
+
+
 class ScheduleBatches:
     """See the module. `do` makes a call. For one event loop."""
 
     def __init__(self, do: Callable[[RestCall[Any]], Coroutine[Any, Any, Any]]) -> None:
         self._do = do
-        self._waiting: deque[tuple[bytes, asyncio.Future[Placed]]] = deque()
+        self._waiting: deque[_Prompt] = deque()
         self._calls: set[asyncio.Task[None]] = set()
 
     async def place(self, prompt: bytes) -> Placed:
         """What became of a prompt, a body of `calls.prompt`. Raises ConductorError."""
         loop = asyncio.get_running_loop()
-        mine: asyncio.Future[Placed] = loop.create_future()
-        self._waiting.append((prompt, mine))
+        mine = _Prompt(prompt, loop.create_future())
+        self._waiting.append(mine)
         if len(self._waiting) == 1 and len(self._calls) < CALLS_MAX:
             loop.call_soon(self._send)  # with those that come in this turn of the loop
-        return await mine
+        try:
+            return await asyncio.shield(mine.outcome)
+        except asyncio.CancelledError:
+            if not mine.sent:
+                mine.outcome.cancel()
+            await asyncio.wait((mine.outcome,))
+            raise
 
     def _send(self) -> None:
         while len(self._calls) < CALLS_MAX and (batch := self._next()):
@@ -54,27 +71,28 @@ class ScheduleBatches:
             self._calls.add(call)
             call.add_done_callback(self._returned)
 
-    def _next(self) -> list[tuple[bytes, asyncio.Future[Placed]]]:
+    def _next(self) -> list[_Prompt]:
         """The prompts of the next call, in their order."""
-        batch, nbytes = list[tuple[bytes, "asyncio.Future[Placed]"]](), 0
+        batch, nbytes = list[_Prompt](), 0
         while self._waiting and len(batch) < SCHEDULES_MAX:
-            prompt, mine = self._waiting[0]
-            if not mine.done():  # else nobody waits for it any more
-                nbytes += len(prompt)
+            one = self._waiting[0]
+            if not one.outcome.done():  # else nobody waits for it any more
+                nbytes += len(one.body)
                 if batch and nbytes > BATCH_BYTES_MAX:
                     break
-                batch.append((prompt, mine))
+                batch.append(one)
+                one.sent = True
             self._waiting.popleft()
         return batch
 
-    async def _call(self, batch: Sequence[tuple[bytes, asyncio.Future[Placed]]]) -> None:
-        prompts = [prompt for prompt, _ in batch]
+    async def _call(self, batch: Sequence[_Prompt]) -> None:
+        bodies = [one.body for one in batch]
         results: list[Placed | ConductorError]
         try:
-            if len(prompts) == 1:
-                results = [await self._do(calls.schedule_one(prompts[0]))]
+            if len(bodies) == 1:
+                results = [await self._do(calls.schedule_one(bodies[0]))]
             else:
-                results = await self._do(calls.schedule_many(prompts))
+                results = await self._do(calls.schedule_many(bodies))
         except ConductorError as error:
             # One exception for each, as each gets the traceback of who waits for it.
             results = [type(error)(*error.args) for _ in batch]
@@ -82,13 +100,12 @@ class ScheduleBatches:
             results = [ConductorUnavailable("the prompt was not sent") for _ in batch]
             raise
         finally:
-            for (_, mine), result in zip(batch, results, strict=True):
-                if mine.done():
-                    continue
+            for one, result in zip(batch, results, strict=True):
                 if isinstance(result, ConductorError):
-                    mine.set_exception(result)
+                    one.outcome.set_exception(result)
+                    one.outcome.exception()  # or asyncio logs those that were cancelled meanwhile
                 else:
-                    mine.set_result(result)
+                    one.outcome.set_result(result)
 
     def _returned(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)

@@ -127,7 +127,9 @@ def test_who_has_left_is_not_sent_and_harms_no_other() -> None:
         it = ScheduleBatches(conductor.do)
         first, second = ask(it, "a", "b")
         await turn()
-        first.cancel()  # on its way already
+        first.cancel()
+        await turn()
+        assert not first.done(), "it is on its way: nothing overtakes it"
         more = ask(it, "c") + ask(it, "d") + ask(it, "e")
         await turn()
         more[1].cancel()  # a second call takes those that came first
@@ -140,6 +142,7 @@ def test_who_has_left_is_not_sent_and_harms_no_other() -> None:
         await turn()
         conductor.answer()
         assert await second == "at b"
+        assert first.cancelled()
         assert await asyncio.gather(more[0], more[2], waiting[1]) == ["at c", "at e", "at g"]
         assert conductor.asked == [["a", "b"], ["c", "d", "e"], "g"]
 
