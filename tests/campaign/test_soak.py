@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from .soak import campaign
 from .soak.campaign import WorkerKill, uncounted, unexplained
 from .soak.clients import STREAM_TOKENS, Answer, Broken, Connection, Load, judge, request
+from .soak.front_door import clients_of
 from .soak.memory import LIVE_ON, Growth, Memory, grown, memory_of
 
 if TYPE_CHECKING:
@@ -156,3 +160,27 @@ def test_no_kill_costs_an_answer_without_a_word() -> None:
     assert report["outcomes"]["answer"] > 0
     assert report["outcomes"]["stream"] > 0
     assert len(report["faults"]) >= 2, report["faults"]  # a busy machine has time for no more
+
+
+ACCEPTS_TWO = """
+import socket, sys, time
+with socket.create_server(("127.0.0.1", 0)) as door:
+    print(door.getsockname()[1], flush=True)
+    held = [door.accept() for _ in range(2)]
+    print("accepted", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_clients_of_a_process_are_those_that_it_has_accepted_and_those_that_wait() -> None:
+    command = [sys.executable, "-c", ACCEPTS_TWO]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        assert process.stdout.readline() == "accepted\n"
+        found = clients_of(process.pid, port)
+        assert found == {client.getsockname()[1] for client in clients}
+        for client in clients:
+            client.close()
+        process.kill()

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 ACTING = f"{DEFAULT}, planner acting"
 PLANNED = "{}, roles as planned"
 OVER_ALGORITHM_1, OVER_COLOCATED = 1.15, 3.0
+# Beside the trace itself, with the full effort. Each takes a quarter of an hour.
+LOOK_ALIKES = 3
 # Of the trace, in its own time, before what is judged.
 WARM_UP_S = 2400.0
 # Of the rate that half of the nodes can prefill: queues stay short, and flips are due.
@@ -109,7 +111,7 @@ def conversations(effort: Effort, tell: Tell) -> Evidence:
     """Of the planner, of policies and of engines."""
     found: dict[str, list[float]] = {}
     # The trace itself, then those like it.
-    seeds = (None, *effort.seeds) if effort.is_full else (None,)
+    seeds = (None, *effort.seeds[:LOOK_ALIKES]) if effort.is_full else (None,)
     for seed in seeds:
         whole = conversation() if seed is None else look_alike(conversation(), seed)
         warm_up = warmed_up(whole)

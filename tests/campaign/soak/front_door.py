@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 ENGINES, WORKERS = 4, 2
 # A machine with more to do takes most of a minute to start the processes.
 SETTLE_S = 180.0
+# A system call, of the same number on all machines.
+_PIDFD_GETFD = 438
+_libc = ctypes.CDLL(None, use_errno=True)
 _PROFILE = "llama-3.1-8b.h100.tp1.vllm"
 # Reservations of a killed worker's requests are to end within the run's last minute.
 # Its log of decisions is full long before its memory is watched, however slow the machine is.
@@ -201,15 +206,40 @@ def memory_of_process(pid: int) -> Memory:
 def clients_of(pid: int, port: int) -> set[int]:
     """The ports of those that are connected to `port` of this process, or of none yet. A stopped
     process accepts no more meanwhile. Raises OSError."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+    return _accepted(pid, port) | _not_accepted(port)
+
+
+def _accepted(pid: int, port: int) -> set[int]:
+    """By the process's own sockets: the system's table leaves out some while others change."""
+    found, process = set(), os.pidfd_open(pid)
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if not str(link.readlink()).startswith("socket:"):
+                    continue
+                number = _pidfd_getfd(process, int(link.name))
+                with socket.socket(fileno=number) as connection:
+                    if connection.getsockname()[1:2] == (port,):
+                        found.add(connection.getpeername()[1])
+    finally:
+        os.close(process)
+    return found
+
+
+def _pidfd_getfd(process: int, number: int) -> int:
+    """A file of another process as one of ours; Python has no function for it. Raises OSError."""
+    found: int = _libc.syscall(_PIDFD_GETFD, process, number, 0)
+    if found < 0:
+        raise OSError(ctypes.get_errno(), "pidfd_getfd")
+    return found
+
+
+def _not_accepted(port: int) -> set[int]:
     found = set()
     for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
         fields = line.split()
         local, remote, inode = fields[1], fields[2], fields[9]
-        if int(local.split(":")[1], 16) == port and (inode in inodes or inode == "0"):
+        if int(local.split(":")[1], 16) == port and inode == "0":
             found.add(int(remote.split(":")[1], 16))
     return found
 
