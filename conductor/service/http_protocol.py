@@ -187,7 +187,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _has_gone(self) -> bool:
         if self.transport.is_closing():
             return True
-        return ended_there(self.transport.get_extra_info("socket").fileno())
+        door = self.transport.get_extra_info("socket")
+        return door is not None and ended_there(door.fileno())
 
     @property
     def _answering(self) -> bool:
