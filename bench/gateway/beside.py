@@ -7,6 +7,7 @@ counts too, as the others decide in the process that passes bytes on.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
@@ -147,14 +148,13 @@ def _streamed(
 
 def _failures(whose: str, side: _Side) -> list[str]:
     """Answers that were none, by status."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for outcome in side.outcomes:
-        for status, count in outcome.statuses.items():
-            if status != "200":
-                found[status] = found.get(status, 0) + count
-    return [f"{whose}: " + ", ".join(f"{n} times {status}" for status, n in found.items())] * bool(
-        found
-    )
+        found.update(outcome.statuses)
+    del found["200"]
+    if not found:
+        return []
+    return [f"{whose}: " + ", ".join(f"{n} times {status}" for status, n in found.items())]
 
 
 def _answered(outcome: Outcome) -> int:

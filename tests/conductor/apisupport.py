@@ -3,6 +3,7 @@ reject requests."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.events.index_updates import Added
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from tiffin.conductor.cost.latency_profiles import Profile
     from tiffin.conductor.records import (
@@ -76,3 +77,24 @@ class Recorder(Conductor):
 def spec_body(**changes: Any) -> dict[str, Any]:
     """The body of an instance's registration."""
     return {"model": MODEL, "role": "mixed", "profile": "test", **changes}
+
+
+def turns_of_others(work: Callable[[], Awaitable[object]]) -> int:
+    """How often an event loop comes round to others until this work is done."""
+
+    async def scenario() -> int:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(others())
+        await asyncio.sleep(0)
+        await work()
+        task.cancel()
+        return turns
+
+    return asyncio.run(scenario())

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-from apisupport import KEY, MODEL, Recorder, spec_body
+from apisupport import KEY, MODEL, Recorder, spec_body, turns_of_others
 from starlette.testclient import TestClient
 
 from tiffin.conductor.api import conductor_service
@@ -449,23 +449,7 @@ class TestEventsInBatches:
         """A thousand events take longer than a decision may wait."""
         service = create_app(core).state.service
         texts = [msgspec.Raw(b'{"request_id": "r", "event": "alive"}')] * EVENTS_MAX
-
-        async def scenario() -> int:
-            turns = 0
-
-            async def others() -> None:
-                nonlocal turns
-                while True:
-                    turns += 1
-                    await asyncio.sleep(0)
-
-            task = asyncio.create_task(others())
-            await asyncio.sleep(0)
-            await observe_all(service, texts)
-            task.cancel()
-            return turns
-
-        assert asyncio.run(scenario()) > 1
+        assert turns_of_others(lambda: observe_all(service, texts)) > 1
 
     @pytest.mark.parametrize("hangs_up", [True, False])
     def test_what_was_given_up_in_the_queue_is_not_taken(

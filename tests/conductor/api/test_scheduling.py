@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from apisupport import KEY, MODEL, Recorder, spec_body
+from apisupport import KEY, MODEL, Recorder, spec_body, turns_of_others
 from starlette.testclient import TestClient
 
 from tiffin.conductor.api.app import create_app
@@ -98,23 +97,7 @@ def test_it_is_bounded(http: TestClient) -> None:
 def test_others_have_their_turn_meanwhile(core: Recorder) -> None:
     service = create_app(core).state.service
     texts = [msgspec.Raw(b'{"request_id": "r"}')] * 10 * SCHEDULES_MAX
-
-    async def scenario() -> int:
-        turns = 0
-
-        async def others() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        task = asyncio.create_task(others())
-        await asyncio.sleep(0)
-        await place_all(service, texts, {}, lambda: False)
-        task.cancel()
-        return turns
-
-    assert asyncio.run(scenario()) > 1
+    assert turns_of_others(lambda: place_all(service, texts, {}, lambda: False)) > 1
 
 
 def test_each_prompt_has_a_trace_context_of_its_own(core: Recorder) -> None:
