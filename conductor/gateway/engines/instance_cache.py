@@ -66,6 +66,7 @@ class Known:
 
     def __init__(self) -> None:
         self._instances: dict[str, InstanceReply] = {}
+        self._keyed: set[str] = set()  # models
         # Instances that were ready, and since when the conductor lists them no more.
         self._forgotten: dict[str, tuple[InstanceReply, float]] = {}
         self._heard_at: float | None = None
@@ -86,6 +87,7 @@ class Known:
             name: (one, now) for name, one in self._instances.items() if one.status == "ready"
         }
         self._instances = {one.id: one for one in instances}
+        self._keyed = {one.model for one in instances if one.keyed}
         self._forgotten = {
             name: (one, since)
             for name, (one, since) in {**was_ready, **self._forgotten}.items()
@@ -125,7 +127,7 @@ class Known:
 
     def keyed(self, model: str) -> bool:
         """Whether the conductor makes keys of a model's token ids."""
-        return any(one.keyed for one in self._instances.values() if one.model == model)
+        return model in self._keyed
 
     def all_names(self) -> Collection[str]:
         """The instances' ids, and those of instances that the conductor has listed until a moment
