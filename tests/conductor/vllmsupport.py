@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    import openai
     import psutil
     from tokenizers import Tokenizer
 
@@ -176,6 +177,14 @@ class Vllm(VllmServer):
     def hit_tokens(self) -> float:
         """The tokens of all prompts that it found in its cache."""
         return self.counter("prefix_cache_hits")
+
+
+def openai_client(url: str) -> openai.OpenAI:
+    """OpenAI's client of a server, which asks once. Close it, or use it in a `with`."""
+    import openai
+
+    http = openai.DefaultHttpxClient(trust_env=False)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0)
 
 
 @contextlib.contextmanager

@@ -110,6 +110,19 @@ class TestThePlacingQueue:
     def queue(self, clock: Callable[[], float], patience_s: float = 5.0) -> PlacingQueue:
         return PlacingQueue(patience_s, GatewayMetrics(), clock)
 
+    @staticmethod
+    async def slow_calls(it: PlacingQueue, clock: Clock) -> None:
+        """A hundred calls, one after the other, that take a second."""
+        for _ in range(100):
+            async with it.turn(""):
+                clock.now += 1.0
+
+    @staticmethod
+    async def held(it: PlacingQueue, hold: asyncio.Event) -> None:
+        """A call that lasts until `hold` is set."""
+        async with it.turn(""):
+            await hold.wait()
+
     def test_tenants_take_turns(self) -> None:
         async def scenario() -> None:
             it, placed = self.queue(self.Clock()), list[str]()
@@ -139,19 +152,12 @@ class TestThePlacingQueue:
         async def scenario() -> None:
             clock = self.Clock()
             it = self.queue(clock, patience_s=0.5)
-            for _ in range(100):  # calls that take a second
-                async with it.turn(""):
-                    clock.now += 1.0
+            await self.slow_calls(it, clock)
             hold = asyncio.Event()
-
-            async def place() -> None:
-                async with it.turn(""):
-                    await hold.wait()
-
-            running = [asyncio.create_task(place()) for _ in range(3)]
+            running = [asyncio.create_task(self.held(it, hold)) for _ in range(3)]
             await asyncio.sleep(0)
             with pytest.raises(Refusal, match="1 requests wait") as refused:
-                await place()
+                await self.held(it, hold)
             assert refused.value.status == 503
             assert refused.value.retry_after_s == pytest.approx(1.0, abs=0.1)
             hold.set()
@@ -165,17 +171,10 @@ class TestThePlacingQueue:
         async def scenario() -> None:
             clock = self.Clock()
             it = self.queue(clock, patience_s=0.5)
-            for _ in range(100):  # calls that take a second
-                async with it.turn(""):
-                    clock.now += 1.0
+            await self.slow_calls(it, clock)
             clock.now += 60.0
             hold = asyncio.Event()
-
-            async def place() -> None:
-                async with it.turn(""):
-                    await hold.wait()
-
-            flood = [asyncio.create_task(place()) for _ in range(100)]
+            flood = [asyncio.create_task(self.held(it, hold)) for _ in range(100)]
             await asyncio.sleep(0)
             assert len(it) == 98
             hold.set()

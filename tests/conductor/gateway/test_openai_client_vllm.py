@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 from kvsupport import wait_until
-from vllmsupport import MARKS, MODEL, PATIENCE_S, FrontDoor, Vllm, make_model, two_vllms
+from vllmsupport import (
+    MARKS,
+    MODEL,
+    PATIENCE_S,
+    FrontDoor,
+    Vllm,
+    make_model,
+    openai_client,
+    two_vllms,
+)
 
 from tiffin.conductor.client import ConductorClient
 
@@ -88,11 +97,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         engines, door = stack.enter_context(started)
 
         def client(url: str) -> openai.OpenAI:
-            http = openai.DefaultHttpxClient(trust_env=False)
-            made = openai.OpenAI(
-                base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0
-            )
-            return stack.enter_context(made)
+            return stack.enter_context(openai_client(url))
 
         it = World(
             {one.name: one for one in engines},

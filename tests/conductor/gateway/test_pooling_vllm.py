@@ -23,6 +23,7 @@ from vllmsupport import (
     PATIENCE_S,
     Vllm,
     make_model,
+    openai_client,
     prompt,
     two_vllms,
     words,
@@ -63,15 +64,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         http = httpx.Client(base_url=door.gateway_url, trust_env=False, timeout=PATIENCE_S)
         stack.callback(http.close)
         clients = [
-            stack.enter_context(
-                openai.OpenAI(
-                    base_url=f"{url}/v1",
-                    api_key="none",
-                    http_client=openai.DefaultHttpxClient(trust_env=False),
-                    max_retries=0,
-                )
-            )
-            for url in (door.gateway_url, engines[0].url)
+            stack.enter_context(openai_client(url)) for url in (door.gateway_url, engines[0].url)
         ]
         wait_until(lambda: http.get("/readyz").status_code == 200, "the gateway knows", PATIENCE_S)
         yield World(engines, http, *clients)
