@@ -7,9 +7,10 @@ goes on.
 
 A loop that has more to serve than it can would leave next to nothing to the jobs: a quarter of a
 millisecond after each ten. One of them takes the ends of requests, without which the conductor
-would have no room for others. So a slice is longer if much was served since the last one: half as
-long as that took, which leaves a third of the loop's time to the jobs. Then decisions wait for each
-other anyway, and now half as long again.
+would have no room for others. So the loop owes the jobs that wait half the time that it works for
+others, which makes a third of all, and what it owes them beyond 20 ms makes slices longer: a burst
+of decisions does not, more of them than it can make do. Then decisions wait for each other anyway,
+and now half as long again.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SLICE_S = 2.5e-4
-# A longer slice: as a part of what the loop did since the last one, and at most. In 20 ms it serves
-# two dozen decisions; if it took longer, it has collected garbage, and that does not come again.
+# What waiting jobs are owed, as a part of the time that the loop works for others; how much of it
+# they wait for with short slices; and how long a slice may be.
 SHARE = 0.5
+PATIENCE_S = 2e-2
 SLICE_S_MAX = 1e-2
 
 
@@ -43,14 +45,16 @@ class TimeSlices:
 
     def __init__(self) -> None:
         self._until = time.perf_counter() + SLICE_S
+        self._had_slice = False
 
     async def give(self) -> None:
         """Yield to the event loop if the slice is over; return at once while time is left."""
         if time.perf_counter() >= self._until:
             loop = asyncio.get_running_loop()
             turns = _turns_of(loop)
-            await turns.next(loop)
+            await turns.next(loop, had_slice=self._had_slice)
             self._until = time.perf_counter() + turns.slice_s()
+            self._had_slice = True
 
     async def finish(self, work: Work[T]) -> T:
         """Run all of `work`, yielding to the event loop between pieces, and return its result."""
@@ -68,11 +72,15 @@ class _Turns:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._ended_at = 0.0  # of the last slice, in seconds of the loop's work
+        self._owed_s = 0.0  # to the jobs
+        self._since = 0.0  # the last slice, or when it began; of what the loop has worked
 
-    def next(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+    def next(self, loop: asyncio.AbstractEventLoop, *, had_slice: bool) -> asyncio.Future[None]:
         """Done when it is the caller's turn."""
-        self._ended_at = _worked_s()
+        if had_slice:
+            self._owed_s = max(self._owed_s - self._passed_s(), 0.0)
+        elif not self._waiting:
+            self._owed_s, self._since = 0.0, _worked_s()
         turn = loop.create_future()
         self._waiting.append(turn)
         if len(self._waiting) == 1:
@@ -81,7 +89,13 @@ class _Turns:
 
     def slice_s(self) -> float:
         """How long the slice is that begins now."""
-        return min(max(SHARE * (_worked_s() - self._ended_at), SLICE_S), SLICE_S_MAX)
+        self._owed_s = min(self._owed_s + SHARE * self._passed_s(), PATIENCE_S + SLICE_S_MAX)
+        return max(self._owed_s - PATIENCE_S, SLICE_S)
+
+    def _passed_s(self) -> float:
+        """Since this was asked for the last time."""
+        before, self._since = self._since, _worked_s()
+        return self._since - before
 
     def _received(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loop has read what came during the last slice; it is served before the next one."""

@@ -102,6 +102,37 @@ def test_a_busy_loop_leaves_the_jobs_a_third_of_its_time(
     assert max(slices_s) <= max(2.5e-4, pass_s * 1.5) + 2e-5
 
 
+def test_a_burst_makes_no_slice_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two decisions that come together do not wait longer than each would alone."""
+    monkeypatch.setattr(time_slices, "SLICE_S", 2.5e-4)
+    monkeypatch.setattr(time_slices, "SHARE", 0.5)
+    clock = Clock(monkeypatch)
+    slices_s = [0.0]
+
+    async def others() -> None:
+        while True:
+            await asyncio.sleep(0)
+            if slices_s[-1]:
+                slices_s.append(0.0)
+                clock.now_s += 0.03 if len(slices_s) % 200 == 0 else 0.0
+
+    async def work() -> None:
+        turns = TimeSlices()
+        for _ in range(100_000):
+            clock.now_s += 1e-5
+            slices_s[-1] += 1e-5
+            await turns.give()
+
+    async def scenario() -> None:
+        task = asyncio.create_task(others())
+        await work()
+        task.cancel()
+
+    asyncio.run(scenario())
+    assert len(slices_s) > 3000
+    assert max(slices_s) <= 2.5e-4 + 2e-5
+
+
 def test_a_cancelled_job_holds_up_nobody() -> None:
     async def scenario() -> list[str]:
         seen = list[str]()
