@@ -13,6 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .environment import environment_lines
+from .interrupts import stop_in_order
 from .suite import SuiteReport
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def carry_out(
     if unknown := [name for name in names if name not in suite.measurements]:
         known = ", ".join(suite.measurements)
         raise typer.BadParameter(f"no row {unknown[0]!r}; there are: {known}")
+    stop_in_order()
     report = _run(suite, setting, names)
     view = view or View(table, markdown, SuiteReport.verdict)
     path = report.write(out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -14,9 +13,10 @@ from rich.console import Console
 from tiffin.kvstore.cli.local.local_redis import need_redis
 from tiffin.kvstore.errors import InvalidInput
 
+from ..interrupts import stop_in_order
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
 NEEDED = {
     "transformers": ("torch", "transformers", "matplotlib", "fastapi", "httpx", "uvicorn"),
@@ -148,8 +148,7 @@ def _end(run: Callable[[], dict[str, Any]]) -> NoReturn:
     """Run the demo, and exit with its status."""
     from ..serving.errors import ProcessFailed
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # shells ignore the first for background jobs
-        signal.signal(number, _interrupt)
+    stop_in_order()
     try:
         summary = run()
     except ProcessFailed as failure:
@@ -173,11 +172,6 @@ def _run_vllm(
         errors_console.print(str(missing), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(MISSING) from missing
     return show(chosen, quick, out, as_json, console)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """A signal has the same effect as Ctrl-C, so that the demo cleans up."""
-    raise KeyboardInterrupt
 
 
 def _run(chosen: dict[str, Any], quick: bool, out: Path, as_json: bool) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from tiffin.kvstore.errors import NodeUnavailable
+
 from ..store.rows import MICROSECONDS, Row, Spread, Target, single, times
 from .fleet import fleet, stream_body
 
@@ -92,7 +94,9 @@ def memory(setting: Setting) -> list[Row]:
         for name in ("gateway", beside):
             it.ask(it.sides[name], stream_body(2, 0.0), requests=100, at_once=4)
             before = it.resident_bytes(name)
-            it.ask(it.sides[name], stream_body(2, _NEVER_S), hold=held)
+            open_now = it.ask(it.sides[name], stream_body(2, _NEVER_S), hold=held)
+            if len(open_now.seconds) < held:
+                raise NodeUnavailable(f"{name}: {shortfall([open_now], tokens=1)}")
             grown[name] = (it.resident_bytes(name) - before) / held
             it.drop()
     return [

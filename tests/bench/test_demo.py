@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import pytest
+from childsupport import descendants, environment
 
 from tiffin.bench.demo import decisions, overload, plot, report
 from tiffin.bench.demo.engines import trace
@@ -338,25 +339,6 @@ def test_a_differing_token_and_a_missing_answer_are_found(outcome: DemoOutcome) 
 
 
 # -- the whole -------------------------------------------------------------------------------------
-
-
-def environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, "TMPDIR": str(folder)}
-
-
-def descendants(folder: Path) -> list[int]:
-    """Processes that were started with this TMPDIR, or have it as working directory: Redis
-    overwrites its environment when it sets its title."""
-    mark, found = f"TMPDIR={folder}".encode(), []
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{process}/environ", "rb") as variables:
-                marked = mark in variables.read().split(b"\0")
-            if marked or Path(os.readlink(f"/proc/{process}/cwd")).is_relative_to(folder):
-                found.append(int(process))
-        except OSError:
-            continue
-    return found
 
 
 def command(process: int) -> str:

@@ -6,13 +6,17 @@ import contextlib
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import typer
+from childsupport import descendants, environment
 from rowsupport import check
 from typer.testing import CliRunner
 
@@ -173,3 +177,28 @@ def test_a_real_router_passes_on_all_that_it_gets(name: str) -> None:
         streamed = it.ask(port, stream_body(7, 0.001, TEXT), requests=8, at_once=8)
         assert shortfall([streamed], 7) == ""
         assert it.cpu_s(name) > 0
+
+
+def test_nothing_outlives_a_benchmark_that_is_told_to_stop(tmp_path: Path) -> None:
+    """It was killed at once: the gateway, the conductor and the engines went on."""
+    program = (
+        "import typer; from tiffin.bench.gateway.cli import commands; "
+        "app = typer.Typer(); commands(app); app()"
+    )
+    command = [sys.executable, "-c", program, "bench", "gateway", "--row", "requests"]
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        env=environment(temporary),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as bench:
+        # The clients, the engines, the conductor and the gateway, beside itself.
+        while len(descendants(temporary)) < 5:
+            assert bench.poll() is None
+            time.sleep(0.1)
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(30) != 0
+    assert descendants(temporary) == []
+    assert list(temporary.iterdir()) == []

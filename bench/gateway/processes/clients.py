@@ -27,6 +27,8 @@ _HOST = "127.0.0.1"
 _PATIENCE_S = 120.0
 _TOKEN = b'data: {"'
 _CODE = re.compile(rb'"code": *"(\w+)"')
+# Streams that begin at the same time.
+_BEGUN_AT_ONCE = 64
 
 
 @dataclass(slots=True)
@@ -85,8 +87,8 @@ class _Connection(asyncio.Protocol):
         self._begun: asyncio.Future[None] | None = None
 
     async def ask(self, port: int, raw: bytes, *, begun: bool = False) -> Answer:
-        """Send a request; returns its whole answer, or with `begun` once a token has come. Raises
-        OSError."""
+        """Send a request; returns its whole answer, or with `begun` what there is of it once a
+        token has come. Raises OSError."""
         loop = asyncio.get_running_loop()
         if self._transport is None or self._transport.is_closing():
             await loop.create_connection(lambda: self, _HOST, port)
@@ -134,8 +136,9 @@ class _Connection(asyncio.Protocol):
             self._answer.tokens += seen.count(_TOKEN)
             self._tail = seen[-len(_TOKEN) + 1 :]
             ended = self._tail.endswith(b"0\r\n\r\n")
-            if self._begun is not None and self._answer.tokens and not self._begun.done():
-                self._begun.set_result(None)
+        begun = ended or self._answer.tokens
+        if begun and self._begun is not None and not self._begun.done():
+            self._begun.set_result(None)
         if ended and self._done is not None and not self._done.done():
             self._done.set_result(self._answer)
 
@@ -181,13 +184,14 @@ class Clients:
         return outcome
 
     async def hold(self, port: int, raw: bytes, streams: int) -> Outcome:
-        """Begin streams and leave them open."""
-        outcome = Outcome()
+        """Begin streams, so many at a time that none waits for long, and leave them open."""
+        outcome, room = Outcome(), asyncio.Semaphore(_BEGUN_AT_ONCE)
         new = [_Connection() for _ in range(streams)]
         self.held += new
 
         async def begin(connection: _Connection) -> None:
-            outcome.add(await connection.ask(port, raw, begun=True), 0.0)
+            async with room:
+                outcome.add(await connection.ask(port, raw, begun=True), 0.0)
 
         await self._run(outcome, [begin(one) for one in new])
         return outcome
