@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from .soak import campaign
 from .soak.campaign import WorkerKill, uncounted, unexplained
 from .soak.clients import STREAM_TOKENS, Answer, Broken, Connection, Load, judge, request
-from .soak.front_door import clients_of
+from .soak.front_door import clients_of, has_ended
 from .soak.memory import LIVE_ON, Growth, Memory, grown, memory_of
 
 if TYPE_CHECKING:
@@ -84,6 +87,25 @@ def test_a_connection_may_break_with_its_own_worker_alone() -> None:
     later = (60.0, Broken(4000, 1.0, "reset"))
     assert unexplained([own, new], kills) == []
     assert len(unexplained([own, other, later], kills)) == 2
+
+
+def test_a_worker_lives_as_long_as_its_last_thread() -> None:
+    """Its first thread is a zombie before that, and the system still gives it connections: those
+    broke after it was taken for dead."""
+    exit_thread = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+    program = (
+        "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start(); "
+        f"ctypes.CDLL(None).syscall({exit_thread}, 0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert not has_ended(process.pid)
+        process.kill()
+        while not has_ended(process.pid):
+            time.sleep(0.01)
+        process.wait()
+    assert has_ended(process.pid)
 
 
 def test_fallbacks_that_the_metric_lacks_are_found() -> None:

@@ -254,18 +254,20 @@ async def kill_worker(pid: int, port: int) -> set[int]:
         os.kill(pid, signal.SIGKILL)
 
     async def dead() -> bool:
-        return _state(pid) in "ZX"
+        return has_ended(pid)
 
     await until(dead, f"{pid} ends")
     return found
 
 
-def _state(pid: int) -> str:
-    """The letter of a process's state; X if there is none."""
+def has_ended(pid: int) -> bool:
+    """With all its threads: until the last one ends, it listens and is given connections."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     except OSError:
-        return "X"
+        return True
+    state, threads = fields[0], int(fields[17])
+    return state in "ZX" and threads <= 1
 
 
 async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
