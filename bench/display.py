@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tiffin.kvstore.cli.interruptible import interruptible
+
 from .environment import environment_lines
-from .interrupts import stop_in_order
 from .suite import SuiteReport
 
 if TYPE_CHECKING:
@@ -90,8 +91,8 @@ def carry_out(
     if unknown := [name for name in names if name not in suite.measurements]:
         known = ", ".join(suite.measurements)
         raise typer.BadParameter(f"no row {unknown[0]!r}; there are: {known}")
-    stop_in_order()
-    report = _run(suite, setting, names)
+    with interruptible():
+        report = _run(suite, setting, names)
     view = view or View(table, markdown, SuiteReport.verdict)
     path = report.write(out)
     if as_json:

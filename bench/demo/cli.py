@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from rich.console import Console
 
+from tiffin.kvstore.cli.interruptible import interruptible
 from tiffin.kvstore.cli.local.local_redis import need_redis
 from tiffin.kvstore.errors import InvalidInput
-
-from ..interrupts import stop_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,9 +147,9 @@ def _end(run: Callable[[], dict[str, Any]]) -> NoReturn:
     """Run the demo, and exit with its status."""
     from ..serving.errors import ProcessFailed
 
-    stop_in_order()
     try:
-        summary = run()
+        with interruptible():
+            summary = run()
     except ProcessFailed as failure:
         errors_console.print(str(failure), markup=False, highlight=False)
         raise typer.Exit(DIED) from failure

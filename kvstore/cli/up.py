@@ -8,22 +8,17 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import time
-from contextlib import contextmanager
 from pathlib import Path  # noqa: TC003 - typer reads annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..errors import NodeUnavailable
 from ..url import parse_nvme
 from .console import say, warn
+from .interruptible import interruptible
 from .local.local_pool import Happening, LocalPool, LocalPoolOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
 
 LOOK_S = 0.2
 
@@ -93,7 +88,7 @@ def up(
     )
     local = LocalPool(options)
     killed: list[str] = []
-    with _interruptible():
+    with interruptible():
         try:
             local.start(_tell)
             _announce(local, as_json)
@@ -104,25 +99,6 @@ def up(
             killed = local.stop()
     if killed:
         warn(f"did not stop in time and had to be killed: {', '.join(killed)}")
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM, and a SIGINT that the shell has made ignored, are a Ctrl-C; the first one begins an
-    orderly stop, which only another Ctrl-C cuts short."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    for number in before:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _supervise(local: LocalPool) -> None:
