@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiffin.kvstore.cli.local.child_processes import tethered
 from tiffin.kvstore.cli.local.local_redis import free_port, need_redis
 from tiffin.kvstore.client.client import Client
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
@@ -154,8 +156,11 @@ def _accepts(port: int) -> bool:
 
 @contextlib.contextmanager
 def running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process, and end it after the `with` block."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    """Run a process, and end it after the `with` block. The kernel does, if this process ends
+    before: killed, or interrupted when the other one had just begun."""
+    process = subprocess.Popen(
+        tethered(command, signal.SIGTERM), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     try:
         yield process
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiffin.kvstore.cli.local.child_processes import tethered
 from tiffin.kvstore.client.client import Client
 from tiffin.kvstore.errors import NodeUnavailable
 from tiffin.kvstore.format.schema import KVSchema
@@ -134,7 +136,7 @@ def daemon(dram_bytes: int) -> Iterator[NodeDaemon]:
         path = Path(folder) / "node.sock"
         command = [sys.executable, "-c", _COMMANDS, "node"]
         options = ["--socket", str(path), "--dram", str(dram_bytes), "--log-level", "error"]
-        process = subprocess.Popen([*command, *options])
+        process = subprocess.Popen(tethered([*command, *options], signal.SIGTERM))
         try:
             _await_node(path, process)
             yield NodeDaemon(f"unix:{path}", process.pid)

@@ -16,6 +16,8 @@ import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tiffin.kvstore.cli.local.child_processes import tethered
+
 from ..conductor.processes.peer import PeerProcess
 
 if TYPE_CHECKING:
@@ -111,9 +113,10 @@ class GroupProcess(PeerProcess):
 def service(
     name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[GroupProcess]:
-    """A process that runs until the end of the `with` block. What it prints goes to its log: nobody
-    reads its output."""
-    process = GroupProcess(name, ["sh", "-c", 'exec "$@" >&2', "sh", *command], environment)
+    """A process that runs until the end of the `with` block, or of this process. What it prints
+    goes to its log: nobody reads its output."""
+    to_log = tethered(["sh", "-c", 'exec "$@" >&2', "sh", *command], signal.SIGTERM)
+    process = GroupProcess(name, to_log, environment)
     try:
         yield process
     finally:
