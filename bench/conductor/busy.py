@@ -121,6 +121,7 @@ class _Fleet:
         app = create_app(self._core, clock=self._loop.time)
         self._service: Service = app.state.service
         self._server = web_server(app, ConnectionLimits(), stop_s=1, tls=None)
+        self._server.config.timeout_keep_alive = 3600  # a connection is idle in turns without beats
         self._free: list[tuple[LimitedProtocol, _Transport]] = []
         self._due: list[tuple[float, int, RequestEvent]] = []
         self._asked = 0

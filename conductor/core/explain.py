@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.float64] | list[float]
 
 
+# Up to so many cheapest candidates are looked for one by one.
+_FEW = 32
+
+
 class Candidates(Sequence[Candidate]):
     """The best candidates of one choice, the chosen one first, then by cost. In one piece of bytes,
     as the log of decisions has two of these in each entry: arrays would take three times as much.
@@ -76,13 +80,26 @@ def best_of(
         values = array("d", [cost[0], *[of[0] for of in terms.values()]])
         return Candidates((cluster.name(rows[0]),), names, values.tobytes())
     cost = np.asarray(cost)
-    if len(rows) > most:
-        best = cost.argpartition(most - 1)[:most]
-        best = best[cost.take(best).argsort(kind="stable")]
-    else:
-        best = cost.argsort(kind="stable")
+    best = _cheapest(cost, most)
     if best[0] != at:
         best = np.concatenate(([at], best[best != at]))[:most]
     some = [np.asarray(of).take(best) for of in (cost, *terms.values())]
     instances = tuple(map(cluster.name, rows.take(best).tolist()))
     return Candidates(instances, names, np.concatenate(some, dtype=np.float64).tobytes())
+
+
+def _cheapest(cost: NDArray[np.float64], most: int) -> NDArray[np.int64]:
+    """The indices of the `most` lowest costs, the lowest first; of equals the first.
+
+    One minimum after the other: 8 us for sixteen of 1,000, 28 of 10,000. `argpartition` took 84 and
+    1,133 us where nine in ten costs are equal, as those of idle instances are.
+    """
+    if most > _FEW or len(cost) <= most:
+        return cost.argsort(kind="stable")[:most]
+    left, found = cost.copy(), np.empty(most, np.int64)
+    for number in range(most):
+        at = found[number] = left.argmin()
+        if left[at] == np.inf:  # of infinite costs it would be the same one again
+            return cost.argsort(kind="stable")[:most]
+        left[at] = np.inf
+    return found

@@ -15,7 +15,9 @@ they arrive, so a counter for each would need too much memory:
   that follow.
 - A *table* has the keys that were seen twice, with their parents: hot prefixes are listed from it.
   The parent of every key in the table is in the table too. When it is full, the least popular
-  quarter is evicted.
+  quarter is evicted, and from then on only keys enter that are more popular than the least popular
+  one that was kept (admission by count: TinyLFU, Einziger et al., ACM ToS 2017). Otherwise prompts
+  that return more rarely than the table is renewed would evict each other all the time.
 
 Decay costs nothing: instead of shrinking all counts, later prompts count for more ("forward decay",
 Cormode et al., ICDE 2009), 2^(t / half-life), and every 256 half-lives all counts are divided once.
@@ -161,6 +163,7 @@ class Popularity:
         self._prompts: dict[str, tuple[float, float]] = {}  # of each model: how many, when
         self._grain = (1.0, 0.0)  # the largest weight of one prompt, and when it was counted
         self._tracked_max = tracked_max
+        self._floor = (0.0, 0.0)  # the least popularity that was kept in the table, and when
         # The table: row of each key, and columns. A parent is in a lower row than its children.
         self._row: dict[bytes, int] = {}
         self._parent = np.full(tracked_max, -1, np.int64)
@@ -175,6 +178,7 @@ class Popularity:
         """Apply changed settings from `now` on; the current counts are kept."""
         self._prompts = {model: (self.prompts(now, model), now) for model in self._prompts}
         self._grain = (self.grain(now), now)
+        self._floor = (self._faded(self._floor, now), now)
         self.settings = settings
         for sketch in (self._seen, self._wanted):
             sketch.fade_by(settings.half_life_s, now)
@@ -204,7 +208,8 @@ class Popularity:
         keys = keys[:CHAIN_MAX]
         counts = self._seen.add(self._seen.places(_words(keys)), now, weight)
         shared = int(np.count_nonzero(counts >= weight + TRACKED_FROM - 1.0))
-        self._track(keys, shared, model, block_bytes, now)
+        floor = self._faded(self._floor, now)
+        self._track(keys, int(np.count_nonzero(counts[:shared] > floor)), model, block_bytes, now)
         return shared
 
     def making_room(self, keys: int, now: float) -> Work[None]:
@@ -222,16 +227,19 @@ class Popularity:
 
     def prompts(self, now: float, model: str = "") -> float:
         """The decayed number of prompts to a model: a prompt of a half-life ago counts half."""
-        count, at = self._prompts.get(model, (0.0, now))
-        return float(count * 2.0 ** (-max(0.0, now - at) / self.settings.half_life_s))
+        return self._faded(self._prompts.get(model, (0.0, now)), now)
 
     def grain(self, now: float) -> float:
         """The most that one counted prompt adds to a current popularity; 1 as long as each prompt
         stands for itself. Multiply a threshold in prompts by the grain before comparing, so that it
         means as many counted prompts. Otherwise one of a thousand prompts that stood for ten each
         would make its prefix hot."""
-        weight, at = self._grain
-        return float(max(1.0, weight * 2.0 ** (-max(0.0, now - at) / self.settings.half_life_s)))
+        return max(1.0, self._faded(self._grain, now))
+
+    def _faded(self, counted: tuple[float, float], now: float) -> float:
+        """What is left now of a count at a time."""
+        count, at = counted
+        return float(count * 2.0 ** (-max(0.0, now - at) / self.settings.half_life_s))
 
     def of_each(self, keys: Sequence[bytes], now: float) -> Floats:
         """Popularity of blocks that need not follow each other."""
@@ -331,6 +339,8 @@ class Popularity:
         order = np.argsort(-counts, kind="stable")
         yield
         kept = np.sort(order[: int(self._tracked_max * _KEPT_SHARE)])
+        if len(kept) < len(keys):
+            self._floor = float(counts[kept].min()), now
         row: dict[bytes, int] = {}
         for begin in range(0, len(kept), _PIECE_KEYS):
             some = kept[begin : begin + _PIECE_KEYS].tolist()

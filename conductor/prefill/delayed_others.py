@@ -34,7 +34,7 @@ class DelayedOthers:
     def __post_init__(self) -> None:
         question = self.question
         queued = question.cluster.queued.take(question.rows)
-        self.behind = float(np.maximum(queued - 1, 0).mean())
+        self.behind = int(np.maximum(queued - 1, 0).sum()) / len(queued)
 
     def seconds(self, turn_s: Floats, own_s: Floats) -> Floats:
         """[candidates] If it has its turn in `turn_s` and then occupies the instance for

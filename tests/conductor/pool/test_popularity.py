@@ -180,6 +180,36 @@ class TestHotPrefixes:
             assert len(counted) <= 64
         assert hot_prefixes(counted, 1, 40.0)[0].keys == chain([0, 0])
 
+    def test_equals_do_not_evict_each_other_from_a_full_table(self) -> None:
+        """A hundred prompts that return at random, in a table for sixteen of them: it was pruned
+        with every fourth, as all of them returned to the table."""
+        counted, dice, pruned = popularity(tracked_max=64), random.Random(3), 0
+        prompts = [chain([i, 0, 0, 0]) for i in range(100)]
+        for number in range(1500):
+            keys = prompts[dice.randrange(100)]
+            pruned += bool(list(counted.making_room(len(keys), number / 150)))
+            counted.seen(keys, number / 150)
+        assert 4 < pruned < 1500 / 4 / 4
+        for _ in range(3):
+            counted.seen(chain([100, 0]), 10.0)
+            counted.check()
+        assert not self.listed(counted, chain([100, 0])), "rarer than those that are kept"
+        for _ in range(20):
+            counted.seen(chain([100, 0]), 10.0)
+        assert self.listed(counted, chain([100, 0]))
+
+    def test_who_has_faded_is_no_bar(self) -> None:
+        counted = popularity(tracked_max=16)
+        for i in [*range(20)] * 5:
+            counted.seen(chain([i, 0]), 0.0)
+        for _ in range(2):
+            counted.seen(chain([20, 0]), 4 * HALF_LIFE_S)
+        assert self.listed(counted, chain([20, 0]))
+
+    @staticmethod
+    def listed(counted: Popularity, keys: tuple[bytes, ...]) -> bool:
+        return keys in {one.keys for one in hot_prefixes(counted, 100, 4 * HALF_LIFE_S)}
+
     def test_a_prompt_longer_than_the_table(self) -> None:
         counted = popularity(tracked_max=16)
         for _ in range(3):
