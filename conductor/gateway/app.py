@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +28,7 @@ from ..web.auth import Right, Tokens, bearer
 from ..web.metrics import CONTENT_TYPE
 from ..wire.answers import Refusal, answer, error, failed, ready, refused
 from ..wire.models import HealthReply
+from .engines.engine_client import Relayed
 from .openai.form_fields import model_of_form
 from .openai.openai_request import (
     CHAT,
@@ -44,6 +46,7 @@ from .openai.openai_request import (
 from .openai.response_ids import holder
 from .openapi import document
 from .requests.answer_stream import Serving
+from .requests.relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -200,16 +203,24 @@ class _Routes:
         if name is None:
             raise Refusal(404, "unknown_response", f"no instance has {response_id[:80]!r}")
         path = http.url.path + (f"?{http.url.query}" if http.url.query else "")
-        whole = await gateway.forward(http.method, path, "", b"", name)
-        return Response(whole.body, whole.status, whole.headers)
+        return await self._forwarded(http.method, path, "", b"", name)
 
     async def forward(self, http: Request) -> Response:
         """Tokens of a text, or the text of tokens, by any instance of the model."""
         raw = bytes(await self._intake.body(http, _raw))
-        gateway = self._gateway
-        ask = gateway.named(self._client(http), read_ask(http.url.path, raw, Wishes("")))
-        whole = await gateway.forward("POST", http.url.path, ask.model, ask.raw)
-        return Response(whole.body, whole.status, whole.headers)
+        ask = read_ask(http.url.path, raw, Wishes(""))
+        ask = self._gateway.named(self._client(http), ask)
+        return await self._forwarded("POST", http.url.path, ask.model, ask.raw)
+
+    async def _forwarded(self, *call: Any) -> Response:
+        """The answer to a call (`Gateway.forward`), which counts as a request under way."""
+        with ExitStack() as under_way:
+            self._gateway.gate.enter()
+            under_way.callback(self._gateway.gate.leave, 0)
+            answer = await self._gateway.forward(*call)
+            if isinstance(answer, Relayed):
+                return Relay(answer, under_way.pop_all().close)
+            return Response(answer.body, answer.status, answer.headers)
 
     async def openapi(self, http: Request) -> Response:
         """What all this is, for tools."""

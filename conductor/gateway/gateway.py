@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ..records import Rejection
     from ..web.tracing import Span
     from .config import GatewayConfig, GatewayLimits
-    from .engines.engine_client import Whole
+    from .engines.engine_client import Relayed, Whole
     from .openai.openai_request import ClientRequest
     from .openai.tokenizing import Sized
     from .requests.continuation import Continuation
@@ -221,7 +221,7 @@ class Gateway:
 
     async def forward(
         self, method: str, path: str, model: str, body: bytes, name: str = ""
-    ) -> Whole:
+    ) -> Whole | Relayed:
         """Pass a call on that is no request to be placed: to the instance of this name, or to any
         that serves the model, another one if that is gone. Raises Refusal."""
         gone = set[str]()

@@ -61,8 +61,16 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {path: {"post": _call(path)} for path in _SUMMARIES}
     name = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     one = {**name, "name": "response_id"}
+    streamed = [
+        {"in": "query", "name": "stream", "schema": {"type": "boolean"}},
+        {"in": "query", "name": "starting_after", "schema": {"type": "integer", "minimum": 0}},
+    ]
     paths[RESPONSES + "/{response_id}"] = {
-        "get": _operation("A response as it is by now", (404, 500, 503), parameters=[one])
+        "get": _operation(
+            "A response as it is by now, or its events",
+            (404, 500, 503),
+            parameters=[one, *streamed],
+        )
     }
     paths[RESPONSES + "/{response_id}/cancel"] = {
         "post": _operation("End a response", (404, 500, 503), parameters=[one])

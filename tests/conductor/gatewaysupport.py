@@ -128,7 +128,10 @@ class Engine:
             error = {"message": "no", "type": "BadRequestError", "code": self.status}
             await JSONResponse({"error": error}, self.status)(scope, receive, send)
             return
-        work = asyncio.create_task(self._complete(body, scope, receive, send))
+        await self._until_gone(self._complete(body, scope, receive, send), receive)
+
+    async def _until_gone(self, answering: Coroutine[Any, Any, None], receive: Any) -> None:
+        work = asyncio.create_task(answering)
         gone = asyncio.create_task(self._gone(receive))
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -228,6 +231,9 @@ class Whole(Engine):
             return
         raw = await http.body()
         self.calls.append((path, {"raw": raw}, dict(http.headers)))
+        if http.query_params.get("stream") == "true":
+            await self._until_gone(self._stream({}, send), receive)
+            return
         if path == "/v1/audio/speech":
             await Response(b"RIFF", media_type="audio/wav")(scope, receive, send)
             return

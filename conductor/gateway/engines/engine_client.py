@@ -182,6 +182,26 @@ class AnswerStream:
         self._response.close()
 
 
+class Relayed:
+    """A streamed answer that is passed on as it comes. The caller closes it."""
+
+    def __init__(self, response: HttpAnswer) -> None:
+        self.headers = _passed(response)
+        self._response = response
+
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        """All of it. Raises EngineBroke if it breaks off."""
+        try:
+            while piece := await self._response.piece():
+                yield piece
+        except HttpFailure as error:
+            raise EngineBroke(f"its connection broke: {error}") from error
+
+    def close(self) -> None:
+        """Close the connection, if the answer has not ended."""
+        self._response.close()
+
+
 class _Silence:
     """Closes an answer of which nothing comes for `idle_s` while a piece of it is waited for. One
     timer for the whole stream: to set one for each piece takes as long as to pass the piece on."""
@@ -310,11 +330,13 @@ class Engines:
 
     async def forward(
         self, target: CallTarget, method: str, path: str, body: bytes, nbytes_max: int
-    ) -> Whole:
-        """A call as a client made it, answered in one piece. Raises EngineError."""
+    ) -> Whole | Relayed:
+        """A call as a client made it. Raises EngineError."""
         response = await self._send(
             target, path, body, {}, self._times.first_token_s, method=method
         )
+        if _streams(response):
+            return Relayed(response)
         try:
             return await self._read(target, response, nbytes_max)
         finally:
@@ -341,8 +363,7 @@ class Engines:
     ) -> AnswerStream | Whole:
         response = await self._send(target, path, body, headers)
         try:
-            kind = response.headers.get("content-type", "")
-            if response.status != 200 or not kind.startswith("text/event-stream"):
+            if not _streams(response):
                 whole = await self._read(target, response, self._limits.answer_bytes)
                 response.close()
                 return whole
@@ -424,6 +445,11 @@ class Engines:
 def _counted(whole: Whole) -> Whole:
     tokens = answered_tokens(whole.body) if whole.good else 0
     return Whole(whole.status, whole.headers, whole.body, tokens)
+
+
+def _streams(response: HttpAnswer) -> bool:
+    kind = response.headers.get("content-type", "")
+    return response.status == 200 and kind.startswith("text/event-stream")
 
 
 def _passed(response: HttpAnswer) -> dict[str, str]:

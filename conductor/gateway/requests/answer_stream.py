@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiffin.gateway")
 
-_STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _WAITING = b": waiting\n\n"
 
 
@@ -225,7 +225,7 @@ class Serving(Response):
         latencies = StreamLatencies(gateway.metrics, self._attempts.ask, self._attempts.route)
         latencies.first(answer.counter.events, self._started_at, gateway.clock())
         if not self._sent_head:
-            await self._head(send, 200, {**_STREAM_HEADERS, **answer.headers, **self._told})
+            await self._head(send, 200, {**STREAM_HEADERS, **answer.headers, **self._told})
         self._answers = [answer]
         try:
             while (ended := await self._passed(answer, latencies, send)) is None:
@@ -233,7 +233,7 @@ class Serving(Response):
                 if more is None:
                     broke = error(502, "engine_failed", "the instance broke off")
                     gateway.metrics.broken.inc()
-                    await self._last(send, _as_event(broke))
+                    await self._last(send, as_event(broke))
                     return "cancelled"
                 self._answers.append(more)
                 answer = more
@@ -344,7 +344,7 @@ class Serving(Response):
     ) -> None:
         if self._sent_head:
             self._gateway.metrics.broken.inc()
-            await self._last(send, _as_event(response))
+            await self._last(send, as_event(response))
             return
         response.headers.update(self._told)
         self._began(response.status_code)
@@ -361,7 +361,7 @@ class Serving(Response):
         the instances: the request may still be placed again."""
         if not self._sent_head:
             kind = {"content-type": "text/event-stream; charset=utf-8"}
-            await self._head(send, 200, {**_STREAM_HEADERS, **kind, **self._told})
+            await self._head(send, 200, {**STREAM_HEADERS, **kind, **self._told})
         await _body(send, _WAITING, more=True)
 
     async def _late(self, total_s: float, scope: Scope, receive: Receive, send: Send) -> None:
@@ -403,7 +403,7 @@ def _unplaced(failure: ConductorError) -> Response:
     return failed(failure)
 
 
-def _as_event(response: Response) -> bytes:
+def as_event(response: Response) -> bytes:
     """An error response as the last event of a stream, in the form of vLLM and OpenAI: no [DONE]
     follows it."""
     try:

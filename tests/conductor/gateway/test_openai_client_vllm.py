@@ -352,6 +352,24 @@ def test_a_response_is_that_of_vllm(world: World) -> None:
     assert again.output_text == expected.output_text
 
 
+def test_the_events_of_a_response_in_the_background_once_more(world: World) -> None:
+    """A client that has lost its stream gets the rest of it by another one."""
+    body: dict[str, Any] = {"model": MODEL, "input": "Say all.", "max_output_tokens": 12}
+    with world.client.responses.create(**body, background=True, stream=True) as events:
+        first = next(iter(events))
+    assert first.type == "response.created"
+    again = world.client.responses.retrieve(
+        first.response.id, stream=True, starting_after=first.sequence_number
+    )
+    rest = list(again)
+    numbers = [one.sequence_number for one in rest]
+    assert numbers == list(range(first.sequence_number + 1, numbers[-1] + 1))
+    assert rest[-1].type == "response.completed"
+    text = "".join(one.delta for one in rest if one.type == "response.output_text.delta")
+    assert text == rest[-1].response.output_text
+    world.await_idle()
+
+
 def test_a_response_in_the_background(world: World) -> None:
     body: dict[str, Any] = {"model": MODEL, "input": "Say all.", "background": True}
     short = world.client.responses.create(**body, max_output_tokens=5)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from apisupport import MODEL
-from gatewaysupport import CONFIG, PROFILE, Cluster, Whole, cluster, run
+from gatewaysupport import CONFIG, PROFILE, Cluster, Whole, cluster, run, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -135,6 +135,75 @@ def test_a_conversation_of_responses_stays_with_its_instance() -> None:
             assert (await said(it, RESPONSES, gone, 503))["error"]["code"] == "no_instance"
             unknown = await it.http.get(f"{RESPONSES}/{new_id('m9')}")
             assert unknown.json()["error"]["code"] == "unknown_response"
+
+    run(scenario)
+
+
+async def kept(it: Cluster, engine: Whole) -> str:
+    """Where the gateway has the events of a response that the engine keeps."""
+    first = await said(it, RESPONSES, {"input": "hello"})
+    assert first["at"] == engine.name
+    return f"{RESPONSES}/{first['id']}?stream=true&starting_after=3"
+
+
+def test_the_events_of_a_response_are_passed_on_as_they_come() -> None:
+    engine = Whole("m0", hold_at=2)
+
+    async def scenario() -> None:
+        async with cluster(engine, config=CONFIG) as it:
+            path = await kept(it, engine)
+            async with it.http.stream("GET", path) as answer:
+                assert answer.headers["content-type"].startswith("text/event-stream")
+                assert answer.headers["x-accel-buffering"] == "no"
+                pieces = answer.aiter_bytes()
+                got = await anext(pieces)
+                assert it.gateway.gate.requests == 1
+                engine.go.set()
+                got += b"".join([piece async for piece in pieces])
+            assert got == engine.sent == b"".join(engine.events(chat=False))
+            await it.idle()
+
+    run(scenario)
+
+
+def test_who_leaves_the_events_of_a_response_ends_them() -> None:
+    engine = Whole("m0", hold_at=2)
+
+    async def scenario() -> None:
+        async with cluster(engine, config=CONFIG) as it:
+            async with it.http.stream("GET", await kept(it, engine)) as answer:
+                await anext(answer.aiter_bytes())
+            await until(lambda: engine.aborted == 1)
+            await it.idle()
+
+    run(scenario)
+
+
+def test_events_of_a_response_that_break_off_end_with_an_error() -> None:
+    engine = Whole("m0", die_at=2)
+
+    async def scenario() -> None:
+        async with cluster(engine, config=CONFIG) as it:
+            answer = await it.http.get(await kept(it, engine))
+            *_, last = answer.text.strip().split("\n\n")
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_failed"
+            assert answer.content.startswith(engine.sent)
+
+    run(scenario)
+
+
+def test_a_full_gateway_has_no_room_for_the_events_of_a_response() -> None:
+    engine = Whole("m0", hold_at=2)
+    limits = msgspec.structs.replace(CONFIG.limits, requests=1)
+
+    async def scenario() -> None:
+        async with cluster(engine, config=msgspec.structs.replace(CONFIG, limits=limits)) as it:
+            path = await kept(it, engine)
+            async with it.http.stream("GET", path) as answer:
+                await anext(answer.aiter_bytes())
+                refused = await it.http.get(path)
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "gateway_busy"
 
     run(scenario)
 
