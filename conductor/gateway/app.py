@@ -151,35 +151,31 @@ class _Routes:
 
     async def complete(self, http: Request) -> Response:
         """Whatever engines compute: completions, responses, embeddings, speech."""
-        began = self._gateway.clock()
-        gate = self._gateway.gate
+        gateway, path = self._gateway, http.url.path
+        began, gate, client = gateway.clock(), gateway.gate, self._client(http)
+        made = ID_KINDS.get(path, "req-") + secrets.token_hex(12)
+        wishes = read_wishes(http.headers, made, _owner(http), gateway.config.honour)
+        gate.enter(gateway.clients.settings_of(client).priority(wishes.priority))
         held = 0
-        gate.enter()
         try:
-            path = http.url.path
             form = path in LISTENING
             raw = (
                 await self._intake.raw(http) if form else bytes(await self._intake.body(http, _raw))
             )
             gate.hold(len(raw))
             held = len(raw)
-            made = ID_KINDS.get(path, "req-") + secrets.token_hex(12)
-            honour = self._gateway.config.honour
-            owner = _owner(http)
-            client = self._client(http)
-            wishes = read_wishes(http.headers, made, owner, honour)
             if form:
                 kind = http.headers.get("content-type", "")
                 ask = read_form(path, raw, kind, model_of_form(raw, kind), wishes)
             else:
                 ask = read_ask(path, raw, wishes)
-            ask = self._gateway.allowed(client, self._gateway.named(client, ask))
-            visit = self._gateway.clients.enter(client, began)
+            ask = gateway.allowed(client, gateway.named(client, ask))
+            visit = gateway.clients.enter(client, began)
         except BaseException:
             gate.leave(held)
             raise
-        span = self._gateway.tracing.begin(f"POST {http.url.path}", http.headers)
-        return Serving(self._gateway, ask, span, began, visit, lambda: gate.leave(held))
+        span = gateway.tracing.begin(f"POST {path}", http.headers)
+        return Serving(gateway, ask, span, began, visit, lambda: gate.leave(held))
 
     def _client(self, http: Request) -> str:
         """Whose limits count: the name that its key has, or the key itself."""

@@ -110,6 +110,11 @@ class GatewayLimits(_Group, frozen=True, kw_only=True):
     requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
     """Requests at a time; one costs some 100 KB here, and two connections."""
 
+    class_shares: Annotated[dict[str, Annotated[float, Meta(gt=0, le=1)]], Meta(max_length=64)] = {}
+    """By priority class: its requests are taken while those under way, of all classes together, are
+    fewer than this part of `requests`. The rest is room for other classes; a class that is not
+    named may use all of it."""
+
     body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20
     """One request: 8 MiB are a million token ids, or some images."""
 

@@ -84,11 +84,13 @@ class CapacityGate:
         """Bytes of their bodies."""
         return self._counts.own[1]
 
-    def enter(self) -> None:
-        """Admit a request; `leave` ends it. Raises Refusal if the gateway is full."""
-        requests = self._counts.requests
-        if requests >= self._limits.requests:
-            raise _busy(f"{requests} requests are under way")
+    def enter(self, priority: str = "") -> None:
+        """Admit a request of this class, or of none; `leave` ends it. Raises Refusal if the gateway
+        is full, or what is left is for other classes."""
+        requests, share = self._counts.requests, self._limits.class_shares.get(priority, 1.0)
+        if requests >= share * self._limits.requests:
+            more = f", and what is left is not for {priority!r}" if share < 1.0 else ""
+            raise _busy(f"{requests} requests are under way{more}")
         self._count(1, 0)
 
     def hold(self, nbytes: int) -> None:

@@ -618,6 +618,24 @@ class TestTheDoor:
 
         run(scenario)
 
+    def test_a_class_that_leaves_room_for_others(self) -> None:
+        async def scenario() -> None:
+            engine = Engine("m0", hold_at=1)
+            limits = GatewayLimits(requests=2, class_shares={"low": 0.5})
+            low = {"x-tiffin-priority": "low"}
+            async with cluster(engine, config=changed(limits=limits)) as it:
+                async with it.stream({"prompt": PROMPT}) as response:
+                    busy = await it.post({"prompt": PROMPT}, headers=low)
+                    assert busy.status_code == 503
+                    assert "what is left is not for 'low'" in busy.json()["error"]["message"]
+                    engine.go.set()
+                    assert (await it.post({"prompt": PROMPT})).status_code == 200
+                    await response.aread()
+                await it.idle()
+                assert (await it.post({"prompt": PROMPT}, headers=low)).status_code == 200
+
+        run(scenario)
+
     def test_too_much_at_a_time(self) -> None:
         async def scenario() -> None:
             engine = Engine("m0", hold_at=1)

@@ -53,6 +53,23 @@ def test_limits_hold_for_all_workers_together() -> None:
     assert (counts[0].requests, counts[0].held_bytes) == (0, 0)
 
 
+def test_a_class_leaves_room_for_the_others() -> None:
+    limits = GatewayLimits(requests=4, class_shares={"batch": 0.5})
+    gate = CapacityGate(limits, GatewayMetrics(), SharedCounts.alone())
+    gate.enter("batch")
+    gate.enter("normal")
+    with pytest.raises(Refusal, match="2 requests are under way, and what is left is not for 'ba"):
+        gate.enter("batch")
+    gate.enter("normal")
+    gate.enter()
+    with pytest.raises(Refusal, match="4 requests are under way: try again"):
+        gate.enter("normal")
+    gate.leave(0)
+    gate.leave(0)
+    gate.leave(0)
+    gate.enter("batch")
+
+
 def test_clients_get_of_each_worker_their_part() -> None:
     client = ClientSettings(requests_per_minute=100, concurrent_requests=3, tokens_per_day=1000)
     config = GatewayConfig(clients={"app": client})
