@@ -98,6 +98,7 @@ test-engines: engines venv
 		tests/conductor/gateway/test_latency_vllm.py \
 		tests/conductor/gateway/test_openai_client_vllm.py \
 		tests/conductor/gateway/test_pooling_vllm.py \
+		tests/conductor/gateway/test_audio_vllm.py \
 		tests/conductor/gateway/test_adapters_vllm.py \
 		tests/conductor/gateway/test_bench_serve_vllm.py \
 		tests/conductor/discovery/test_profile_vllm.py tests/bench/test_demo_vllm.py

