@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -72,11 +73,19 @@ def free_port(host: str) -> int:
 
     Raises InvalidInput for a host that is not this machine.
     """
+    (port,) = free_ports(host, 1)
+    return port
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """As many different ones (`free_port`)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
-            return int(probe.getsockname()[1])
+        with contextlib.ExitStack() as probes:
+            found = [probes.enter_context(socket.socket(family)) for _ in range(count)]
+            for probe in found:
+                probe.bind((host, 0))
+            return [int(probe.getsockname()[1]) for probe in found]
     except OSError as error:
         raise InvalidInput(f"can't listen on {host}: {error.strerror or error}") from error
 

@@ -66,7 +66,36 @@ def test_one_alone_goes_at_once_and_those_that_come_meanwhile_together() -> None
         conductor.answer()
         assert await asyncio.gather(*tasks) == [f"at {name}" for name in "abcde"]
         assert not it._waiting
-        assert it._under_way is None
+        assert not it._under_way
+
+    asyncio.run(scenario())
+
+
+def test_a_full_call_does_not_wait_for_the_one_before() -> None:
+    """Else the client would have nothing to do until the conductor is done with all."""
+
+    async def scenario() -> None:
+        conductor = Conductor()
+        it = ScheduleBatches(conductor.do)
+        tasks = ask(it, "first")
+        await turn()
+        tasks += ask(it, *"abcdefg")
+        await turn()
+        assert conductor.asked == ["first"], "these are not enough"
+        for names in ("h", "ijklmnop", "qrstuvwx", "y"):
+            tasks += ask(it, *names)
+            await turn()
+        assert conductor.asked == ["first", [*"abcdefgh"], [*"ijklmnop"]]
+        conductor.answer()
+        await turn()
+        assert conductor.asked[3:] == [[*"qrstuvwx"]]
+        for _ in range(3):
+            conductor.answer()
+            await turn()
+        assert conductor.asked[4:] == ["y"]
+        conductor.answer()
+        found = await asyncio.gather(*tasks)
+        assert found == [f"at {name}" for name in ("first", *"abcdefghijklmnopqrstuvwxy")]
 
     asyncio.run(scenario())
 
@@ -154,13 +183,16 @@ def test_a_call_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         long = "x" * 100
         tasks = ask(it, "a", "b", "c", "d", long, long, "e")
         await turn()
-        for _ in range(5):
-            if conductor.answers:
-                conductor.answer()
+        assert conductor.asked == [["a", "b", "c"], ["d", long]], (
+            "as many calls as may be under way"
+        )
+        for _ in range(3):
+            conductor.answer()
             await turn()
         await asyncio.gather(*tasks)
-        assert conductor.asked == [["a", "b", "c"], ["d", long], [long, "e"]]
+        assert conductor.asked[2:] == [[long, "e"]]
 
-    monkeypatch.setattr(schedule_batches, "SCHEDULES_MAX", 3)
+    monkeypatch.setattr(schedule_batches, "FULL", 3)
+    monkeypatch.setattr(schedule_batches, "CALLS_MAX", 2)
     monkeypatch.setattr(schedule_batches, "BATCH_BYTES_MAX", 110)
     asyncio.run(scenario())
