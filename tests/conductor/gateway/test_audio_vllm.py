@@ -1,5 +1,5 @@
-"""Two real vLLMs whose model listens, behind the gateway: what OpenAI's client gets of recordings is
-what vLLM itself says.
+"""Two real vLLMs whose model listens, behind the gateway: what OpenAI's client gets of recordings
+is what vLLM itself says.
 
 TIFFIN_VLLM=/path/to/venv/bin/python pytest -m slow tests/conductor/gateway/test_audio_vllm.py
 """
