@@ -155,6 +155,7 @@ class _Routes:
         began, gate, client = gateway.clock(), gateway.gate, self._client(http)
         made = ID_KINDS.get(path, "req-") + secrets.token_hex(12)
         wishes = read_wishes(http.headers, made, _owner(http), gateway.config.honour)
+        gateway.placing_queue.check(wishes.tenant)
         gate.enter(gateway.clients.settings_of(client).priority(wishes.priority))
         held = 0
         try:

@@ -1,8 +1,10 @@
 """Requests that wait to be placed: so many calls to the conductor at a time, tenants in turn.
 
 The time of a call counts from when it is sent, so a gateway with many requests does not take its
-own queue for a conductor that is slow. A request that would not be placed in time is refused as it
-comes, with its place in the queue and when to come back.
+own queue for a conductor that is slow. A request that would not be placed in time, by how many of
+this queue are placed per second, is refused as it comes, with its place in the queue and when to
+come back. A queue that has just come to be has to show that first: of 1,024 requests at once the
+first ones are placed when the last one was read, a third of a second later.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict, deque
-from math import exp
+from math import inf
 from typing import TYPE_CHECKING
 
 from ...wire.answers import Refusal
@@ -23,11 +25,8 @@ if TYPE_CHECKING:
 # Calls to the conductor at a time: it decides one after the other, and more would only wait there,
 # in the order in which they came, whoever sent them.
 AT_ONCE = 32
-# How much a call counts for the mean duration.
-_WEIGHT = 0.05
-# While there are no calls, the mean falls to a third in this time: what they took under load says
-# little of those that come after it.
-_FORGOTTEN_S = 1.0
+# For this part of the longest wait is counted how many are placed, and then again.
+_COUNTED = 0.5
 
 
 class PlacingQueue:
@@ -38,13 +37,22 @@ class PlacingQueue:
     ) -> None:
         self._patience_s, self._metrics, self._clock = patience_s, metrics, clock
         self._calls = 0
-        self._call_s = 0.0  # mean duration of a call
-        self._quiet_since = clock()  # when the last call ended, while there are none
+        self._per_s = inf  # placed, as was counted last; of a new queue not known
+        self._counts_since, self._counted = 0.0, 0
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by tenant
 
     def __len__(self) -> int:
         """How many requests wait."""
         return sum(map(len, self._waiting.values()))
+
+    def check(self, tenant: str) -> None:
+        """Raises Refusal if a request of this tenant would not be placed in time."""
+        if self._calls < AT_ONCE or not self._waiting:
+            return
+        place = self._place(tenant)
+        expected_s = place / self._pace()
+        if expected_s > self._patience_s:
+            raise self._refusal(place, expected_s)
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
@@ -53,21 +61,44 @@ class PlacingQueue:
         if self._calls >= AT_ONCE:
             await self._wait(tenant)
         else:
-            if not self._calls:
-                self._call_s *= exp((self._quiet_since - self._clock()) / _FORGOTTEN_S)
             self._calls += 1
-        began = self._clock()
         try:
             yield
         finally:
-            self._call_s += _WEIGHT * (self._clock() - began - self._call_s)
+            self._counted += 1
             self._next()
 
+    def _place(self, tenant: str) -> int:
+        """The place of one more request of this tenant: others have as many turns before it."""
+        own = len(self._waiting.get(tenant, ()))
+        return (
+            1
+            + own
+            + sum(
+                min(len(waiting), own + 1)
+                for one, waiting in self._waiting.items()
+                if one != tenant
+            )
+        )
+
+    def _pace(self) -> float:
+        """How many requests of this queue are placed per second; infinite as long as that is not
+        known."""
+        passed_s = self._clock() - self._counts_since
+        if passed_s >= _COUNTED * self._patience_s:
+            self._per_s = max(self._counted, 1) / passed_s
+            self._count_anew()
+        return self._per_s
+
+    def _count_anew(self) -> None:
+        self._counts_since, self._counted = self._clock(), 0
+
     async def _wait(self, tenant: str) -> None:
-        place = len(self) + 1
-        expected_s = place * self._call_s / AT_ONCE
-        if expected_s > self._patience_s:
-            raise self._refusal(place, expected_s)
+        self.check(tenant)
+        place = self._place(tenant)
+        if not self._waiting:
+            self._per_s = inf
+            self._count_anew()
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(mine)
         self._metrics.placing.set(len(self))
@@ -106,7 +137,6 @@ class PlacingQueue:
                 mine.set_result(None)
                 return
         self._calls -= 1
-        self._quiet_since = self._clock()
 
     def _refusal(self, place: int, expected_s: float) -> Refusal:
         self._metrics.not_placed.labels("queue").inc()

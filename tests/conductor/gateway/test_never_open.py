@@ -111,17 +111,19 @@ class TestThePlacingQueue:
         return PlacingQueue(patience_s, GatewayMetrics(), clock)
 
     @staticmethod
-    async def slow_calls(it: PlacingQueue, clock: Clock) -> None:
-        """A hundred calls, one after the other, that take a second."""
-        for _ in range(100):
-            async with it.turn(""):
-                clock.now += 1.0
-
-    @staticmethod
-    async def held(it: PlacingQueue, hold: asyncio.Event) -> None:
+    async def held(it: PlacingQueue, hold: asyncio.Event, tenant: str = "") -> None:
         """A call that lasts until `hold` is set."""
-        async with it.turn(""):
+        async with it.turn(tenant):
             await hold.wait()
+
+    async def holding(
+        self, it: PlacingQueue, count: int, tenant: str = ""
+    ) -> tuple[asyncio.Event, list[asyncio.Task[None]]]:
+        """So many such calls that have begun, or wait."""
+        hold = asyncio.Event()
+        tasks = [asyncio.create_task(self.held(it, hold, tenant)) for _ in range(count)]
+        await asyncio.sleep(0)
+        return hold, tasks
 
     def test_tenants_take_turns(self) -> None:
         async def scenario() -> None:
@@ -152,33 +154,90 @@ class TestThePlacingQueue:
         async def scenario() -> None:
             clock = self.Clock()
             it = self.queue(clock, patience_s=0.5)
-            await self.slow_calls(it, clock)
-            hold = asyncio.Event()
-            running = [asyncio.create_task(self.held(it, hold)) for _ in range(3)]
-            await asyncio.sleep(0)
+            hold, running = await self.holding(it, 3)
+            clock.now = 0.3  # in which none was placed
             with pytest.raises(Refusal, match="1 requests wait") as refused:
                 await self.held(it, hold)
             assert refused.value.status == 503
-            assert refused.value.retry_after_s == pytest.approx(1.0, abs=0.1)
+            assert refused.value.retry_after_s == pytest.approx(0.6)
+            with pytest.raises(Refusal):
+                it.check("")
             hold.set()
             await asyncio.gather(*running)
+            it.check("")
 
         asyncio.run(scenario())
 
-    def test_how_slow_calls_were_is_forgotten_while_there_are_none(self) -> None:
-        """What calls took in a flood says nothing of the next flood, after a quiet minute."""
+    def test_a_burst_tells_its_pace_before_anybody_is_refused(self) -> None:
+        """Its first calls take long, as the burst itself is read meanwhile."""
 
         async def scenario() -> None:
             clock = self.Clock()
-            it = self.queue(clock, patience_s=0.5)
-            await self.slow_calls(it, clock)
-            clock.now += 60.0
-            hold = asyncio.Event()
-            flood = [asyncio.create_task(self.held(it, hold)) for _ in range(100)]
-            await asyncio.sleep(0)
-            assert len(it) == 98
+            it = self.queue(clock, patience_s=2.0)
+            hold, running = await self.holding(it, 90)
+            clock.now = 0.9  # nothing was placed
+            it.check("")
+            assert len(it) == 88
+            clock.now = 1.01
+            with pytest.raises(Refusal):
+                it.check("")
             hold.set()
-            await asyncio.gather(*flood)
+            await asyncio.gather(*running)
+            for _ in range(2):  # of a new queue nothing is known
+                hold, flood = await self.holding(it, 100)
+                assert len(it) == 98
+                hold.set()
+                await asyncio.gather(*flood)
+
+        asyncio.run(scenario())
+
+    def test_the_flood_of_one_tenant_refuses_no_other(self) -> None:
+        async def scenario() -> None:
+            clock = self.Clock()
+            it = self.queue(clock, patience_s=2.0)
+            hold, running = await self.holding(it, 20, "a")
+            clock.now = 1.0
+            with pytest.raises(Refusal, match="18 requests wait"):
+                it.check("a")
+            it.check("b")
+            _, more = await self.holding(it, 1, "b")
+            with pytest.raises(Refusal, match="3 requests wait"):
+                it.check("b")
+            for task in (*running, *more):
+                task.cancel()
+            await asyncio.gather(*running, *more, return_exceptions=True)
+            assert (len(it), it._calls) == (0, 0)
+            hold.set()
+
+        asyncio.run(scenario())
+
+    def test_who_is_placed_quickly_may_be_many(self) -> None:
+        """Ten per second are placed, so twenty may wait for two seconds."""
+
+        async def scenario() -> None:
+            clock = self.Clock()
+            it = self.queue(clock, patience_s=2.0)
+            places = [asyncio.Semaphore(0) for _ in range(60)]
+
+            async def place(number: int) -> None:
+                async with it.turn(""):
+                    await places[number].acquire()
+
+            tasks = [asyncio.create_task(place(number)) for number in range(32)]
+            await asyncio.sleep(0)
+            for number in range(11):
+                clock.now += 0.1
+                places[number].release()
+                await asyncio.sleep(0.001)
+            assert len(it) == 19
+            it.check("")
+            tasks += [asyncio.create_task(place(number)) for number in range(32, 33)]
+            await asyncio.sleep(0)
+            with pytest.raises(Refusal):
+                it.check("")
+            for one in places:
+                one.release()
+            await asyncio.gather(*tasks)
 
         asyncio.run(scenario())
 
