@@ -29,7 +29,6 @@ from ..web.metrics import CONTENT_TYPE
 from ..wire.answers import Refusal, answer, error, failed, ready, refused
 from ..wire.models import HealthReply
 from .engines.engine_client import Relayed
-from .openai.form_fields import model_of_form
 from .openai.openai_request import (
     CHAT,
     COMPLETIONS,
@@ -166,8 +165,7 @@ class _Routes:
             gate.hold(len(raw))
             held = len(raw)
             if form:
-                kind = http.headers.get("content-type", "")
-                ask = read_form(path, raw, kind, model_of_form(raw, kind), wishes)
+                ask = read_form(path, raw, http.headers.get("content-type", ""), wishes)
             else:
                 ask = read_ask(path, raw, wishes)
             ask = gateway.allowed(client, gateway.named(client, ask))

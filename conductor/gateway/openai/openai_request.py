@@ -18,6 +18,7 @@ from ...records import TOKENS_MAX, Objectives
 from ...state.request_ids import name_of
 from ...wire.answers import Refusal, invalid_json
 from ...wire.models import ID_MAX, NAME_MAX, SECONDS_MAX
+from .form_fields import read_fields
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -35,6 +36,10 @@ POOLING = (
 SPEECH = "/v1/audio/speech"
 # Their bodies are forms with a file.
 LISTENING = ("/v1/audio/transcriptions", "/v1/audio/translations")
+# What Whisper takes a recording for (arXiv 2212.04356, 2.2): windows of 30 s, the last one filled
+# up, of 1,500 positions each, and an answer of 448 tokens at most to each. 30 s are 480,000 bytes
+# of MP3 at 128 kbit/s; of Opus they are a fifth, of WAV twice as many.
+_WINDOW_BYTES, _WINDOW_TOKENS, _WINDOW_ANSWER_TOKENS = 480_000, 1500, 448
 # How ids that the gateway makes begin, by the kind of the answer.
 ID_KINDS = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", RESPONSES: "resp_"}
 
@@ -93,7 +98,8 @@ class Prompt:
 
     `token_ids` if the client sent them; else `text`, or `messages`, the JSON of a chat, which needs
     a chat template. `nbytes` of text serve to estimate the length. `several`: a batch of prompts.
-    `foreign`: parts that are no text, such as images.
+    `foreign`: parts that are no text, such as images. `heard_tokens`: a recording's length for an
+    engine, estimated.
     """
 
     token_ids: list[int] | None = None
@@ -102,6 +108,7 @@ class Prompt:
     nbytes: int = 0
     several: bool = False
     foreign: bool = False
+    heard_tokens: int | None = None
 
     @property
     def tokenisable(self) -> bool:
@@ -208,12 +215,17 @@ def read_ask(path: str, raw: bytes, wishes: Wishes) -> ClientRequest:
     )  # fmt: skip
 
 
-def read_form(
-    path: str, raw: bytes, content_type: str, model: str, wishes: Wishes
-) -> ClientRequest:
-    """A request whose body is a form, with its field `model`."""
-    ask = _one_pass(path, raw, model, wishes, {})
-    return replace(ask, content_type=content_type)
+def read_form(path: str, raw: bytes, content_type: str, wishes: Wishes) -> ClientRequest:
+    """A request whose body is a form with a recording. Raises Refusal."""
+    form = read_fields(raw, content_type)
+    windows = max(1, math.ceil(form.file_bytes / _WINDOW_BYTES))
+    return replace(
+        _one_pass(path, raw, form.model, wishes, {}),
+        content_type=content_type,
+        stream=form.stream,
+        prompt=Prompt(heard_tokens=windows * _WINDOW_TOKENS, foreign=True),
+        output_tokens_max=min(windows * _WINDOW_ANSWER_TOKENS, TOKENS_MAX),
+    )
 
 
 def _one_pass(

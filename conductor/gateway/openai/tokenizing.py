@@ -214,7 +214,9 @@ class Tokenizing:
             remote = await self._remote(ask)
             if remote is not None:
                 return Sized(min(max(len(remote), 1), TOKENS_MAX), "engine")
-        estimate = round(prompt.nbytes / model.config.bytes_per_token)
+        estimate = prompt.heard_tokens
+        if estimate is None:
+            estimate = round(prompt.nbytes / model.config.bytes_per_token)
         return Sized(min(max(estimate, 1), TOKENS_MAX), "estimated")
 
     async def _tokens(self, model: _Model, ask: ClientRequest) -> tuple[list[int], How] | None:

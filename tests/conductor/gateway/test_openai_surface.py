@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiffin.conductor.gateway.config import ModelConfig
-from tiffin.conductor.gateway.openai.form_fields import model_of_form
+from tiffin.conductor.gateway.openai.form_fields import read_fields
 from tiffin.conductor.gateway.openai.model_aliases import chosen
 from tiffin.conductor.gateway.openai.openai_request import (
     LISTENING,
@@ -91,6 +91,11 @@ def test_speech_and_what_is_heard() -> None:
                 assert heard.status_code == 200, heard.text
                 assert engine.calls[-1][1]["raw"].count(sound) == 1
                 assert "boundary=" in engine.calls[-1][2]["content-type"]
+                asked = it.core.asked[-1]
+                assert (asked.prompt_tokens, asked.output_tokens_max) == (1500, 448)
+            minute = {"file": ("a.mp3", bytes(16_000 * 60))}
+            await it.http.post(LISTENING[0], data={"model": MODEL}, files=minute)
+            assert it.core.asked[-1].prompt_tokens == 3000
             none = await it.http.post(LISTENING[0], data={"x": "y"}, files={"file": ("a", sound)})
             assert (none.status_code, none.json()["error"]["param"]) == (400, "model")
             assert (await it.http.post(LISTENING[0], json={})).status_code == 415
@@ -102,16 +107,21 @@ def test_speech_and_what_is_heard() -> None:
     fields=st.lists(st.tuples(st.sampled_from(["a", "file"]), st.binary(max_size=60)), max_size=4),
     at=st.integers(0, 4),
 )
-def test_the_model_of_a_form_wherever_it_is(fields: list[tuple[str, bytes]], at: int) -> None:
+def test_the_fields_of_a_form_wherever_they_are(fields: list[tuple[str, bytes]], at: int) -> None:
     parts = [(name, value.replace(b"--mark", b"")) for name, value in fields]
     parts.insert(min(at, len(parts)), ("model", b"m"))
     form = b"".join(
         b'--mark\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (n.encode(), v)
         for n, v in parts
     )
-    assert model_of_form(form + b"--mark--\r\n", "multipart/form-data; boundary=mark") == "m"
+    kind = "multipart/form-data; boundary=mark"
+    files = [len(value) for name, value in parts if name == "file"]
+    found = read_fields(form + b"--mark--\r\n", kind)
+    assert found == ("m", False, files[-1] if files else 0)
+    streamed = b'--mark\r\nContent-Disposition: form-data; name="stream"\r\n\r\nTrue\r\n'
+    assert read_fields(form + streamed + b"--mark--\r\n", kind).stream
     with pytest.raises(Refusal):
-        model_of_form(form.replace(b'"model"', b'"mode"'), "multipart/form-data; boundary=mark")
+        read_fields(form.replace(b'"model"', b'"mode"'), kind)
 
 
 def test_a_conversation_of_responses_stays_with_its_instance() -> None:
