@@ -71,15 +71,8 @@ class PlacingQueue:
     def _place(self, tenant: str) -> int:
         """The place of one more request of this tenant: others have as many turns before it."""
         own = len(self._waiting.get(tenant, ()))
-        return (
-            1
-            + own
-            + sum(
-                min(len(waiting), own + 1)
-                for one, waiting in self._waiting.items()
-                if one != tenant
-            )
-        )
+        others = ((name != tenant, len(waiting)) for name, waiting in self._waiting.items())
+        return 1 + sum(min(waiting, own + other) for other, waiting in others)
 
     def _pace(self) -> float:
         """How many requests of this queue are placed per second; infinite as long as that is not
