@@ -10,9 +10,11 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import httpx
 import pytest
 from connectors.vllmserver import VllmServer
 from directory.ports import free_port
+from kvsupport import wait_until
 from serversupport import GatewayProcess, Process
 
 from tiffin.conductor.client import ConductorClient
@@ -185,6 +187,21 @@ def openai_client(url: str) -> openai.OpenAI:
 
     http = openai.DefaultHttpxClient(trust_env=False)
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0)
+
+
+@contextlib.contextmanager
+def clients_of(
+    engines: Sequence[Vllm], door: FrontDoor
+) -> Iterator[tuple[httpx.Client, openai.OpenAI, openai.OpenAI]]:
+    """Clients of a gateway that is ready, plain and OpenAI's, and OpenAI's of the first engine."""
+    with contextlib.ExitStack() as stack:
+        http = httpx.Client(base_url=door.gateway_url, trust_env=False, timeout=PATIENCE_S)
+        stack.callback(http.close)
+        through, direct = (
+            stack.enter_context(openai_client(url)) for url in (door.gateway_url, engines[0].url)
+        )
+        wait_until(lambda: http.get("/readyz").status_code == 200, "the gateway knows", PATIENCE_S)
+        yield http, through, direct
 
 
 @contextlib.contextmanager

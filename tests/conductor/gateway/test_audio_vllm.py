@@ -16,16 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import openai
 import pytest
 from kvsupport import wait_until
 from latencysupport import total
-from vllmsupport import MARKS, MODEL, PATIENCE_S, openai_client, two_vllms
+from vllmsupport import MARKS, MODEL, PATIENCE_S, clients_of, two_vllms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    import httpx
 
 pytestmark = MARKS
 
@@ -102,12 +103,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with contextlib.ExitStack() as stack:
         started = two_vllms(folder, 'keys = "conductor"', PROFILE, *OPTIONS)
         engines, door = stack.enter_context(started)
-        http = httpx.Client(base_url=door.gateway_url, trust_env=False, timeout=PATIENCE_S)
-        stack.callback(http.close)
-        clients = [
-            stack.enter_context(openai_client(url)) for url in (door.gateway_url, engines[0].url)
-        ]
-        wait_until(lambda: http.get("/readyz").status_code == 200, "the gateway knows", PATIENCE_S)
+        http, *clients = stack.enter_context(clients_of(engines, door))
         yield World(http, engines[0].http, *clients)
 
 
