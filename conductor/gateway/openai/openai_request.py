@@ -36,10 +36,10 @@ POOLING = (
 SPEECH = "/v1/audio/speech"
 # Their bodies are forms with a file.
 LISTENING = ("/v1/audio/transcriptions", "/v1/audio/translations")
-# What Whisper takes a recording for (arXiv 2212.04356, 2.2): windows of 30 s, the last one filled
-# up, of 1,500 positions each, and an answer of 448 tokens at most to each. 30 s are 480,000 bytes
-# of MP3 at 128 kbit/s; of Opus they are a fifth, of WAV twice as many.
-_WINDOW_BYTES, _WINDOW_TOKENS, _WINDOW_ANSWER_TOKENS = 480_000, 1500, 448
+# Whisper takes a recording in windows of 30 s, and its decoder has 448 positions for each (arXiv
+# 2212.04356, 2.2): vLLM counts the room that it has in these, of an answer and all that it listens
+# to. 30 s are 480,000 bytes of MP3 at 128 kbit/s; of Opus they are a fifth, of WAV twice as many.
+_WINDOW_BYTES, _WINDOW_TOKENS = 480_000, 448
 # How ids that the gateway makes begin, by the kind of the answer.
 ID_KINDS = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", RESPONSES: "resp_"}
 
@@ -224,7 +224,6 @@ def read_form(path: str, raw: bytes, content_type: str, wishes: Wishes) -> Clien
         content_type=content_type,
         stream=form.stream,
         prompt=Prompt(heard_tokens=windows * _WINDOW_TOKENS, foreign=True),
-        output_tokens_max=min(windows * _WINDOW_ANSWER_TOKENS, TOKENS_MAX),
     )
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 pytestmark = MARKS
 
 PROFILE = "llama-3.1-8b.h100.tp1.vllm"
-# Room for ten recordings in each engine, as the conductor counts them.
+# Room for many recordings in each engine.
 OPTIONS = ("--max-model-len", "448", "--num-gpu-blocks-override", "800")
 RATE = 16_000
 
