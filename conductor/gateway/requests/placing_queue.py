@@ -47,12 +47,8 @@ class PlacingQueue:
 
     def check(self, tenant: str) -> None:
         """Raises Refusal if a request of this tenant would not be placed in time."""
-        if self._calls < AT_ONCE or not self._waiting:
-            return
-        place = self._place(tenant)
-        expected_s = place / self._pace()
-        if expected_s > self._patience_s:
-            raise self._refusal(place, expected_s)
+        if self._calls >= AT_ONCE and self._waiting:
+            self._place(tenant)
 
     @contextlib.asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
@@ -69,10 +65,15 @@ class PlacingQueue:
             self._next()
 
     def _place(self, tenant: str) -> int:
-        """The place of one more request of this tenant: others have as many turns before it."""
+        """The place of one more request of this tenant: others have as many turns before it. Raises
+        Refusal if its turn would not come in time."""
         own = len(self._waiting.get(tenant, ()))
         others = ((name != tenant, len(waiting)) for name, waiting in self._waiting.items())
-        return 1 + sum(min(waiting, own + other) for other, waiting in others)
+        place = 1 + sum(min(waiting, own + other) for other, waiting in others)
+        expected_s = place / self._pace()
+        if expected_s > self._patience_s:
+            raise self._refusal(place, expected_s)
+        return place
 
     def _pace(self) -> float:
         """How many requests of this queue are placed per second; infinite as long as that is not
@@ -87,11 +88,10 @@ class PlacingQueue:
         self._counts_since, self._counted = self._clock(), 0
 
     async def _wait(self, tenant: str) -> None:
-        self.check(tenant)
-        place = self._place(tenant)
         if not self._waiting:
             self._per_s = inf
             self._count_anew()
+        place = self._place(tenant)
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(mine)
         self._metrics.placing.set(len(self))
