@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from tiffin.kvstore.cli.local.local_redis import free_port
 
-from ..network.setting import LOOPBACK, await_answer, cpu_seconds, running
+from ..network.setting import LOOPBACK, await_answer, cpu_seconds
 from ..store.rows import MICROSECONDS, MILLISECONDS, Row, Spread, Target, times
+from ..store.setting import running
 from .decision import MODEL, spec
 from .load import RequestLoad
 from .processes.peer import PeerProcess, peer

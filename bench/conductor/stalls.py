@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from tiffin.kvstore.cli.local.local_redis import free_port
 
-from ..network.setting import LOOPBACK, await_answer, running
+from ..network.setting import LOOPBACK, await_answer
 from ..store.rows import MILLISECONDS, Row, Target, times
+from ..store.setting import running
 from .processes.disturber import FOLLOWERS, HALF_OPEN, TOKENS, Disturbance
 from .processes.peer import PeerProcess, peer
 from .service import accepts, conductor, lacking, load_of, register

@@ -19,8 +19,9 @@ from tiffin.kvstore.errors import NodeUnavailable
 
 from ..conductor.processes.peer import PeerProcess, peer
 from ..conductor.service import COMMANDS, accepts, lacking
-from ..network.setting import LOOPBACK, await_answer, cpu_seconds, running
+from ..network.setting import LOOPBACK, await_answer, cpu_seconds
 from ..peers.routers import router
+from ..store.setting import running
 from .processes.clients import Outcome
 
 if TYPE_CHECKING:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiffin.kvstore.cli.local.child_processes import tethered
 from tiffin.kvstore.cli.local.local_redis import free_port, need_redis
 from tiffin.kvstore.client.client import Client
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 
-from ..store.setting import KIB, MIB, silent
+from ..store.setting import KIB, MIB, running, silent
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 LOOPBACK = "127.0.0.1"
@@ -152,24 +150,6 @@ def _accepts(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), 1.0):
         return True
     return False
-
-
-@contextlib.contextmanager
-def running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process, and end it after the `with` block. The kernel does, if this process ends
-    before: killed, or interrupted when the other one had just begun."""
-    process = subprocess.Popen(
-        tethered(command, signal.SIGTERM), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=_START_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def await_answer(process: subprocess.Popen[bytes], answers: Callable[[], bool], what: str) -> None:

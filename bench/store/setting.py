@@ -21,7 +21,7 @@ from tiffin.kvstore.errors import NodeUnavailable
 from tiffin.kvstore.format.schema import KVSchema
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tiffin.kvstore.format.keys import Prefix
 
@@ -130,19 +130,33 @@ class NodeDaemon:
 
 
 @contextlib.contextmanager
+def running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process, and end it after the `with` block. The kernel does, if this process ends
+    before: killed, or interrupted when the other one had just begun."""
+    process = subprocess.Popen(
+        tethered(command, signal.SIGTERM), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=_START_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
 def daemon(dram_bytes: int) -> Iterator[NodeDaemon]:
     """A `tiffin node` process with that much DRAM, all of it prefaulted."""
     with tempfile.TemporaryDirectory(prefix="tiffin-bench-") as folder:
         path = Path(folder) / "node.sock"
         command = [sys.executable, "-c", _COMMANDS, "node"]
         options = ["--socket", str(path), "--dram", str(dram_bytes), "--log-level", "error"]
-        process = subprocess.Popen(tethered([*command, *options], signal.SIGTERM))
-        try:
+        with running([*command, *options]) as process:
             _await_node(path, process)
             yield NodeDaemon(f"unix:{path}", process.pid)
-        finally:
-            process.terminate()
-            process.wait(timeout=_START_S)
 
 
 @contextlib.contextmanager
