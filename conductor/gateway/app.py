@@ -151,9 +151,10 @@ class _Routes:
     async def complete(self, http: Request) -> Response:
         """Whatever engines compute: completions, responses, embeddings, speech."""
         gateway, path = self._gateway, http.url.path
-        began, gate, client = gateway.clock(), gateway.gate, self._client(http)
+        began, gate, owner = gateway.clock(), gateway.gate, _owner(http)
+        client = self._client(http, owner)
         made = ID_KINDS.get(path, "req-") + secrets.token_hex(12)
-        wishes = read_wishes(http.headers, made, _owner(http), gateway.config.honour)
+        wishes = read_wishes(http.headers, made, owner, gateway.config.honour)
         gateway.placing_queue.check(wishes.tenant)
         gate.enter(gateway.clients.settings_of(client).priority(wishes.priority))
         held = 0
@@ -176,9 +177,9 @@ class _Routes:
         span = gateway.tracing.begin(f"POST {path}", http.headers)
         return Serving(gateway, ask, span, began, visit, lambda: gate.leave(held))
 
-    def _client(self, http: Request) -> str:
+    def _client(self, http: Request, owner: str) -> str:
         """Whose limits count: the name that its key has, or the key itself."""
-        return self._door.client(http) or _owner(http)
+        return self._door.client(http) or owner
 
     async def models(self, http: Request) -> Response:
         """The models that instances serve, and what stands for them, in OpenAI's format."""
@@ -204,7 +205,7 @@ class _Routes:
         """Tokens of a text, or the text of tokens, by any instance of the model."""
         raw = bytes(await self._intake.body(http, _raw))
         ask = read_ask(http.url.path, raw, Wishes(""))
-        ask = self._gateway.named(self._client(http), ask)
+        ask = self._gateway.named(self._client(http, _owner(http)), ask)
         return await self._forwarded("POST", http.url.path, ask.model, ask.raw)
 
     async def _forwarded(self, *call: Any) -> Response:
