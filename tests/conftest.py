@@ -34,9 +34,13 @@ for variable in ("COLUMNS", "LINES"):
 
 # No deadline: a shared machine with two cores is slow at times. pytest-timeout ends hung tests.
 settings.register_profile(
-    "tiffin", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "explore", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("tiffin")
+# The same examples in every run. `make test-all` looks for others (--hypothesis-profile=explore).
+settings.register_profile(
+    "fixed", settings.get_profile("explore"), derandomize=True, max_examples=30, database=None
+)
+settings.load_profile("fixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

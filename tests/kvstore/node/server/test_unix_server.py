@@ -353,6 +353,7 @@ class TestConnections:
             raw.send(frame(["goodbye", 3]))
             raw.close()
 
+    @pytest.mark.full
     def test_without_a_goodbye_extents_wait_for_the_end_of_the_process(
         self, daemon: Daemon
     ) -> None:
@@ -384,6 +385,7 @@ class TestConnections:
             for one in blocks:
                 client.remove(one)
 
+    @pytest.mark.full
     def test_random_frames_harm_nobody(self, daemon: Daemon, commands_folder: Path) -> None:
         seed = 20_240_817
         print(f"seed {seed}")
@@ -537,6 +539,7 @@ class TestLimits:
             return False
         return True
 
+    @pytest.mark.full
     def test_two_nodes_cannot_share_a_socket(
         self, in_process: InProcess, loop_thread: LoopThread
     ) -> None:
