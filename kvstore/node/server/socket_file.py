@@ -14,7 +14,7 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
-from ...errors import NodeUnavailable
+from ...errors import NodeUnavailable, TiffinError
 from ...text import check_socket_path
 
 if TYPE_CHECKING:
@@ -57,11 +57,12 @@ class SocketFile:
                 sock.listen(_BACKLOG)
                 self._made = os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
             sock.setblocking(False)
-        except BaseException as error:
+        except TiffinError:
             sock.close()
-            if isinstance(error, OSError):
-                raise NodeUnavailable(f"can't listen on {self.path}: {error}") from error
             raise
+        except OSError as error:
+            sock.close()
+            raise NodeUnavailable(f"can't listen on {self.path}: {error}") from error
         return sock
 
     def is_there(self) -> bool:
