@@ -28,7 +28,7 @@ class Door:
         route needs no token. Marks the connection as authorised, unless the service has tokens and
         the route needs none. Raises NotAuthorized, Refusal."""
         if not self._tokens:
-            _check_host(request.headers.get("host", ""))
+            _check_host(request)
         elif right is None:
             return  # this proves nothing about the client, so the connection stays unauthorised
         else:
@@ -55,11 +55,14 @@ def _authorization(request: Request) -> bytes:
     return request.headers.get("authorization", "").encode("latin-1")
 
 
-def _check_host(host: str) -> None:
+def _check_host(request: Request) -> None:
     """Raise Refusal unless the Host header names this machine; for a service without tokens. This
     prevents DNS rebinding: a foreign web page can have its own name resolved to 127.0.0.1, and the
-    address alone would admit it."""
-    if not _is_here(host):
+    address alone would admit it. HTTP/1.0 has no Host header, and no browser speaks it."""
+    host = request.headers.get("host")
+    if host is None and request.scope["http_version"] == "1.0":
+        return
+    if not _is_here(host or ""):
         raise Refusal(
             421, "wrong_host", "without tokens this service is only called localhost or 127.0.0.1"
         )

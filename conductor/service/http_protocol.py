@@ -54,6 +54,26 @@ class WebConfig(uvicorn.Config):
         self.table = Connections[LimitedProtocol](limits)
 
 
+# What a client offers that would rather speak HTTP/2 (h2c). RFC 9110, section 7.8: a server that
+# does not take the offer ignores it.
+_OFFER = (b"upgrade", b"http2-settings")
+
+
+class _UntilClose(int):
+    """The length of a body that ends with the connection, as uvicorn counts it down."""
+
+    def __lt__(self, nbytes: int) -> bool:
+        return False
+
+    def __sub__(self, nbytes: int) -> _UntilClose:
+        return self
+
+    def __ne__(self, nbytes: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class _Refused(Exception):
     """Raised in a callback of the parser: status, code and message of the answer."""
 
@@ -77,6 +97,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._pending_bytes = 0  # received, but not yet handed on by the parser
         self._fields = 0  # header and trailer fields of this request
         self._refused = False
+        self._offered = False  # this request came with an offer to speak another protocol
         self._deadline: asyncio.TimerHandle | None = None
 
     # -- connection --------------------------------------------------------------------------------
@@ -115,8 +136,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._pending_bytes += len(piece)
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            # No upgrade is supported: the request gets a plain answer, and the rest is not parsed.
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._offered:
+                self._feed_without_offer(piece[upgrade.args[0] :])
+                return
+            # CONNECT: the request gets a plain answer, and the rest is not parsed.
             self._refused = True
             self.cycle.keep_alive = False
         except httptools.HttpParserError as failure:
@@ -128,6 +152,20 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             if self._pending_bytes >= HEAD_BYTES_MAX:
                 self._refuse(*_too_large(f"{HEAD_BYTES_MAX} bytes"))
+
+    def _feed_without_offer(self, rest: bytes) -> None:
+        """Parse a request again as it would be without its offer, as the parser takes what follows
+        an offer for another protocol, bodies too."""
+        head = [b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = (token.strip() for token in value.split(b","))
+                value = b", ".join(token for token in tokens if token.lower() not in _OFFER)
+            if name not in _OFFER:
+                head.append(b"%b: %b\r\n" % (name, value))
+        self._offered, self._in_head, self._pending_bytes = False, True, 0
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(b"".join(head) + b"\r\n" + rest)
 
     # -- what the parser finds ---------------------------------------------------------------------
 
@@ -157,8 +195,14 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is complete: the app starts, or is queued behind earlier requests."""
         self._in_head, self._pending_bytes = False, 0
+        self._offered = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._offered:
+            return  # `_feed` begins again
         self._table.heard(self, self.loop.time())
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":  # it knows no chunks
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _UntilClose()
 
     def on_chunk_header(self) -> None:
         """A chunk begins, perhaps the last one."""
@@ -171,6 +215,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete: the next bytes belong to another request."""
+        if self._offered:
+            return
         self._in_head, self._pending_bytes = True, 0
         super().on_message_complete()
 
