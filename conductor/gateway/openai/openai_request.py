@@ -6,13 +6,14 @@ the engine itself refuses invalid values, with its own messages.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+
+from tiffin.kvstore.text import printable
 
 from ...records import TOKENS_MAX, Objectives
 from ...state.request_ids import name_of
@@ -121,23 +122,37 @@ _INDIFFERENT = Objectives()
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """The scheduling options in a request's headers. A request id is unique within its tenant;
-    `name` is unique in the whole pool. `chosen`: the client chose the id, and other clients may
-    choose the same. `priority` is "" if the client names none. `output_class` and `output_tokens`
-    are what the client knows of the answer's length: its kind, and an estimate."""
+    """The scheduling options in a request's headers. The request id is the gateway's own; `name` is
+    that of the whole pool. `label`: the id that the client gave, which it may give to several
+    requests of one task; "" if it gave none. `priority` is "" if the client names none.
+    `output_class` and `output_tokens` are what the client knows of the answer's length: its kind,
+    and an estimate."""
 
     request_id: str
     priority: str = ""
     tenant: str = ""
     objectives: Objectives = _INDIFFERENT
     urgent: bool = False
-    chosen: bool = False
+    label: str = ""
     output_class: str = ""
     output_tokens: int | None = None
 
     @property
     def name(self) -> str:
         return name_of(self.tenant, self.request_id)
+
+    @property
+    def shown(self) -> str:
+        """What the log calls it."""
+        label = printable(self.label[:ID_MAX])
+        return f"{self.request_id} ({label})" if label else self.request_id
+
+    @property
+    def told(self) -> dict[str, str]:
+        """The headers of its answer that name it."""
+        # Header fields have no control characters, which some parsers let pass.
+        label = "".join(c if c >= " " and c != "\x7f" or c == "\t" else "?" for c in self.label)
+        return {"x-request-id": label or self.request_id, "x-tiffin-request-id": self.request_id}
 
     def part(self, number: int) -> Wishes:
         """Those of a later part of the same answer."""
@@ -241,10 +256,10 @@ def _one_pass(
 def read_wishes(
     headers: Mapping[str, str], request_id: str, owner: str, honour: Collection[Header]
 ) -> Wishes:
-    """Parse the headers that `honour` lists. `request_id` is the default for a client that sends no
-    id. `owner` identifies the client's API key, "" without keys: it is the tenant if the client
-    names no other; and the tenant is the output class if the client names none: the answers of one
-    application are alike. Raises Refusal for invalid values."""
+    """Parse the headers that `honour` lists. `owner` identifies the client's API key, "" without
+    keys: it is the tenant if the client names no other; and the tenant is the output class if the
+    client names none: the answers of one application are alike. Raises Refusal for invalid
+    values."""
     tenant = _name(headers, "x-tiffin-tenant", owner) if "tenant" in honour else owner
     priority, urgent, objectives = "", False, _INDIFFERENT
     if "priority" in honour:
@@ -259,28 +274,16 @@ def read_wishes(
     if "output" in honour:
         output_class = _name(headers, "x-tiffin-output-class", tenant)
         output_tokens = _count(headers, "x-tiffin-output-tokens")
-    given = headers.get("x-request-id", "")
-    if given:
-        request_id = _request_id(given)
-        if tenant != owner and owner:
-            request_id = _marked(request_id, owner)
     return Wishes(
         request_id,
         priority,
         tenant,
         objectives,
         urgent,
-        chosen=bool(given),
+        label=headers.get("x-request-id", ""),
         output_class=output_class,
         output_tokens=output_tokens,
     )
-
-
-def _marked(request_id: str, owner: str) -> str:
-    """Bind a request id to the API key of its `owner`. A client with another key may name the same
-    tenant, and can't reach this request: to make this id it would need the key itself."""
-    mark = f"~{hashlib.sha256(f'{owner} {request_id}'.encode()).hexdigest()[:16]}"
-    return request_id[: ID_MAX - len(mark)] + mark
 
 
 def _refuse_transfers(body: _Body) -> None:
@@ -357,16 +360,6 @@ def _decoded(decoder: msgspec.json.Decoder[Any], raw: Raw) -> Any:
 
 def _is_null(raw: Raw) -> bool:
     return bytes(raw) == b"null"
-
-
-def _request_id(text: str) -> str:
-    if len(text) > ID_MAX or not text.isprintable() or "/" in text or text in (".", ".."):
-        raise Refusal(
-            400, "invalid_header",
-            f"x-request-id is 1 to {ID_MAX} printable characters without a slash",
-            param="x-request-id",
-        )  # fmt: skip
-    return text
 
 
 def _name(headers: Mapping[str, str], header: str, default: str) -> str:

@@ -81,7 +81,7 @@ class Serving(Response):
             ask = with_ids(ask)
         self._answers: list[AnswerStream] = []  # one after the other
         self._gateway, self._span, self._release = gateway, span, release
-        self._told = {"x-request-id": ask.wishes.request_id}
+        self._told = ask.wishes.told
         self._attempts = Attempts(gateway, ask, span, self._told)
         self._sent_head = False
         self._complete = False  # nothing more is sent; a disconnect from now on cancels nothing
@@ -203,7 +203,7 @@ class Serving(Response):
             why = "no instance can take its part of this long context; the gateway's log has more"
             return None, error(503, "misconfigured", why)
         except Poisonous as failure:
-            log.error("%s: %s", self._attempts.ask.wishes.request_id, failure)
+            log.error("%s: %s", self._attempts.ask.wishes.shown, failure)
             gateway.metrics.poisoned.labels("died").inc()
             why = "instances ended while they computed this request: it is not tried again"
             return None, error(502, "request_poisonous", why, headers=NOT_AGAIN)
@@ -300,11 +300,11 @@ class Serving(Response):
             attempts.ask = replace(ask, wishes=self._asked.wishes.part(len(self._answers)))
             answer = await attempts.patient_answer(await gateway.size(attempts.ask))
         except (ConductorError, EngineError, NoInstance, NoShards, Poisonous, Refusal) as failure:
-            log.warning("%s does not go on: %s", self._asked.wishes.request_id, failure)
+            log.warning("%s does not go on: %s", self._asked.wishes.shown, failure)
             return None
         except Rejected as failure:
             attempts.forget()
-            log.warning("%s does not go on: %s", self._asked.wishes.request_id, failure)
+            log.warning("%s does not go on: %s", self._asked.wishes.shown, failure)
             return None
         if isinstance(answer, AnswerStream) and not attempts.degraded:
             gateway.metrics.continued.inc()

@@ -7,7 +7,6 @@ request that has ended.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -233,13 +232,8 @@ def _names(ask: ClientRequest, engine_id: str) -> dict[str, str]:
 
 def _engine_id(ask: ClientRequest, attempt: int, number: int) -> str:
     """The request id for an engine. Engines refuse a duplicate id, and a cancelled attempt may
-    still run there, so the id contains the attempt and the route. Engines have no tenants, and
-    several tenants may use the same id, so an id chosen by the client gets a hash of its tenant.
-    vLLM prepends the kind of the answer, which our id begins with already, so that prefix is
-    removed."""
-    wishes, whose = ask.wishes, ""
-    if wishes.chosen and wishes.tenant:
-        whose = f"-{hashlib.sha256(wishes.tenant.encode()).hexdigest()[:16]}"
+    still run there, so the id contains the attempt and the route. vLLM prepends the kind of the
+    answer, which our id begins with already, so that prefix is removed."""
     extra = f"-{attempt}{'' if number == 0 else f'-{number}'}" if attempt or number else ""
     kind = ID_KINDS.get(ask.path, "")
-    return (wishes.request_id.removeprefix(kind) or kind) + whose + extra
+    return ask.wishes.request_id.removeprefix(kind) + extra

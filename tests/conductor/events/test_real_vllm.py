@@ -208,7 +208,7 @@ def test_system_prompts_shorter_than_a_block_are_found_by_events(world: World) -
     assert world.held(systems[0]) == {}, "there are no blocks"
     terms = {
         one.instance: one.terms["cached_part_tokens"]
-        for one in world.conductor.why(answer.headers["x-request-id"]).candidates
+        for one in world.conductor.why(answer.headers["x-tiffin-request-id"]).candidates
     }
     assert terms == {answer.instance: 256.0, world.other(answer.instance): 0.0}
 
@@ -234,7 +234,7 @@ def test_prompts_with_one_beginning_go_to_one_instance(
     elsewhere = world.engines[world.other(first.instance)]
     assert second.tokens == elsewhere.answer(path_of(kind), body_of(kind, again))
     assert len(second.tokens) == 12
-    entry = world.conductor.why(second.headers["x-request-id"])
+    entry = world.conductor.why(second.headers["x-tiffin-request-id"])
     assert (entry.prefill, entry.cached_tokens) == (first.instance, 2 * BLOCK)
 
 

@@ -196,7 +196,7 @@ class TestLongWaits:
             async with cluster(engine, other, settings={**SPLIT, **self.SETTINGS}) as it:
                 answer = ask(it, "a", stream=stream)
                 await until(lambda: len(engine.completions) == 1)
-                flight = it.core.ledger.get("a")
+                flight = it.core.ledger.get(it.core.asked[0].id)
                 assert flight is not None
                 decided_until = flight.decision.expires_at
                 for told in (1, 2):

@@ -8,7 +8,6 @@ TIFFIN_VLLM=/path/to/venv/bin/python pytest -m slow \\
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import threading
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 pytestmark = MARKS
 
 BLOCK = SCHEMA.block_tokens
-_numbers = itertools.count()
 
 
 @dataclass
@@ -47,12 +45,9 @@ class Pair:
 
     def ask(self, ids: Sequence[int]) -> tuple[list[int], EntryReply]:
         """The tokens of an answer through the gateway, and the decision."""
-        name = f"ask-{next(_numbers)}"
-        response = self.gateway.post(
-            "/v1/completions", json=body_of(ids), headers={"x-request-id": name}
-        )
+        response = self.gateway.post("/v1/completions", json=body_of(ids))
         assert response.status_code == 200, response.text
-        entry = self.conductor.why(name)
+        entry = self.conductor.why(response.headers["x-tiffin-request-id"])
         assert response.headers["x-tiffin-prefill"] == entry.prefill
         assert response.headers["x-tiffin-decode"] == entry.decode == "both"
         return list(response.json()["choices"][0]["token_ids"]), entry

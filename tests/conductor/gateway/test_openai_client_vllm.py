@@ -231,7 +231,7 @@ def test_tools_and_formats_are_what_the_model_was_made_to_say(world: World) -> N
 
 def test_the_id_of_an_answer_explains_it(world: World) -> None:
     raw = world.client.completions.with_raw_response.create(model=MODEL, prompt="why", max_tokens=2)
-    entry = world.conductor.why(str(raw.headers["x-request-id"]))
+    entry = world.conductor.why(str(raw.headers["x-tiffin-request-id"]))
     assert entry.prefill == raw.headers["x-tiffin-prefill"]
     assert raw.parse().id == raw.headers["x-request-id"]
 
