@@ -151,7 +151,7 @@ class Wishes:
     def told(self) -> dict[str, str]:
         """The headers of its answer that name it."""
         # Header fields have no control characters, which some parsers let pass.
-        label = "".join(c if c >= " " and c != "\x7f" or c == "\t" else "?" for c in self.label)
+        label = "".join(c if (c >= " " and c != "\x7f") or c == "\t" else "?" for c in self.label)
         return {"x-request-id": label or self.request_id, "x-tiffin-request-id": self.request_id}
 
     def part(self, number: int) -> Wishes:

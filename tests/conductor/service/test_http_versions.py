@@ -1,4 +1,4 @@
-"""Clients that would rather speak HTTP/2, as those of Java and `curl --http2` say with each request,
+"""Clients that would rather speak HTTP/2, as those of Java and `curl --http2` say always,
 and those that speak HTTP/1.0, as the probes of load balancers do."""
 
 from __future__ import annotations
