@@ -102,7 +102,7 @@ def carry_out(
     else:
         _console.print("\n".join(environment_lines(report.environment)), highlight=False)
         _console.print("", view.table(report), "", legend(report), sep="\n")
-    for name, lack in (report.missing or {}).items():
+    for name, lack in report.missing.items():
         _say(f"left out {name}: {lack}")
     for name, trace in report.traces.items():
         _say(f"{name} crashed:\n{trace.rstrip()}")

@@ -33,7 +33,7 @@ class Plot:
 
 
 def png(plot: Plot) -> bytes:
-    """The image. Raises ImportError without matplotlib (the extra `bench`)."""
+    """The image. Needs matplotlib."""
     # Not pyplot: that keeps every figure, and wants a screen.
     from matplotlib.figure import Figure
 

@@ -1,6 +1,8 @@
 """A suite: the measurements of one `tiffin bench` command, run one after the other.
 
-A measurement that crashes does not stop the others, and one with a missing dependency is left out.
+Its modules are imported when it runs (`later`), because every `tiffin` command imports the suites
+for the names of their measurements, on machines that lack what some of these need. A measurement
+that crashes does not stop the others, and one with a missing dependency is left out.
 The result is a SuiteReport: JSON for programs, `display.py` for people.
 """
 
@@ -11,16 +13,18 @@ import subprocess
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from tiffin.conductor.errors import ConductorError
-from tiffin.kvstore.errors import TiffinError
+from tiffin.kvstore.errors import MissingExtra, TiffinError
+from tiffin.kvstore.extras import missing_extra
 from tiffin.messenger.errors import MessengerError
 
 from .environment import LIBRARIES, environment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from .store.rows import Row
@@ -40,6 +44,11 @@ _CRASHES = (
 Tell = Callable[[str], None]
 
 
+class Missing(Exception):
+    """A measurement needs a missing program, device or environment; the message says how to get
+    it."""
+
+
 class Setting(Protocol):
     """The argument of a suite's measurements: the sizes of the run, and whatever else they need."""
 
@@ -49,6 +58,22 @@ class Setting(Protocol):
 
 
 S = TypeVar("S", bound=Setting)
+Measurement = Callable[[S], "list[Row]"]
+
+
+def later(package: str | None, where: Mapping[str, tuple[str, str]]) -> dict[str, Measurement[S]]:
+    """Measurements that are imported when they run: a module of `package` and its function each."""
+    return {
+        name: _later(f"{package}.{module}", function) for name, (module, function) in where.items()
+    }
+
+
+def _later(module: str, function: str) -> Measurement[S]:
+    def measured(setting: S) -> list[Row]:
+        measure: Measurement[S] = getattr(import_module(module), function)
+        return measure(setting)
+
+    return measured
 
 
 @dataclass(slots=True)
@@ -56,9 +81,8 @@ class SuiteReport:
     """The results of one run.
 
     `crashed` maps a crashed measurement to its error, `traces` to its traceback. `missing` maps a
-    measurement that was left out, or a part of one, to its missing dependency; None in a suite
-    whose measurements have no dependencies. `surroundings` has one entry per row, in a suite that
-    reads its surroundings after each measurement.
+    measurement that was left out, or a part of one, to its missing dependency. `surroundings` has
+    one entry per row, in a suite that reads its surroundings after each measurement.
     """
 
     suite: str
@@ -66,7 +90,7 @@ class SuiteReport:
     sizes: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     crashed: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] | None = None
+    missing: dict[str, str] = field(default_factory=dict)
     traces: dict[str, str] = field(default_factory=dict)
     surroundings: list[dict[str, Any]] = field(default_factory=list)
 
@@ -75,13 +99,13 @@ class SuiteReport:
         rows = [row.plain() for row in self.rows]
         for row, around in zip(rows, self.surroundings, strict=False):
             row["environment"] = around
-        found = {
+        return {
             "environment": self.environment,
             "sizes": self.sizes,
             "rows": rows,
             "crashed": self.crashed,
+            "missing": self.missing,
         }
-        return found if self.missing is None else {**found, "missing": self.missing}
 
     def write(self, folder: Path) -> Path:
         """Write `bench-SUITE.json` into `folder`, creating it if necessary; returns its path."""
@@ -101,16 +125,13 @@ class SuiteReport:
 class Suite(Generic[S]):
     """Measurements by name, in the order of the docs; each gives one or more rows.
 
-    `lack` is the exception of a measurement whose dependency is missing; its message says how to
-    install it. Without `lack`, all measurements run everywhere. `libraries` are those whose
-    versions matter. `surroundings` returns what else the numbers depend on, as plain values, such
-    as a GPU and its clocks, which are read again after each measurement; `in_words` formats it as a
-    line.
+    `libraries` are those whose versions matter. `surroundings` returns what else the numbers depend
+    on, as plain values, such as a GPU and its clocks, which are read again after each measurement;
+    `in_words` formats it as a line.
     """
 
     name: str
-    measurements: dict[str, Callable[[S], list[Row]]]
-    lack: type[Exception] | None = None
+    measurements: dict[str, Measurement[S]]
     libraries: tuple[str, ...] = LIBRARIES
     surroundings: Callable[[S], dict[str, Any]] | None = None
     in_words: Callable[[dict[str, Any]], str] | None = None
@@ -122,8 +143,6 @@ class Suite(Generic[S]):
         Raises KeyError for a name that is not one of `measurements`.
         """
         report = SuiteReport(self.name, self._environment(setting), asdict(setting.sizes))
-        lacks = (self.lack,) if self.lack else ()
-        report.missing = {} if self.lack else None
         for name in names:
             started(name)
             try:
@@ -131,14 +150,18 @@ class Suite(Generic[S]):
                 report.rows += rows
                 if self.surroundings is not None:
                     report.surroundings += [self.surroundings(setting)] * len(rows)
-            except lacks as lack:
-                assert report.missing is not None
+            except (Missing, MissingExtra) as lack:
                 report.missing[name] = str(lack)
+            except ModuleNotFoundError as error:
+                extra = missing_extra(error)
+                if extra is None:
+                    raise
+                report.missing[name] = str(extra)
             except _CRASHES as error:
                 report.crashed[name] = f"{type(error).__name__}: {error}"
                 report.traces[name] = traceback.format_exc()
         if self.left_out is not None:
-            report.missing = {**(report.missing or {}), **self.left_out(setting)}
+            report.missing |= self.left_out(setting)
         return report
 
     def _environment(self, setting: S) -> dict[str, Any]:

@@ -135,7 +135,8 @@ def conductor(
     if context.invoked_subcommand is not None:
         return
     check_log_level(log_level)
-    with explained("conductor"):
+    more = ("redis",) * bool(directory or share) + ("opentelemetry",) * bool(otlp_endpoint)
+    with explained("conductor", *more):
         import uvloop
         from prometheus_client import disable_created_metrics
 

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from tiffin.kvstore.cli.console import errors_console
-from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.extras import need
 from tiffin.kvstore.text import printable
 
 from .errors import ConductorError
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
     from .client.client import ConductorClient
 
-# What the extra `conductor` brings, and commands import when they run.
-_EXTRA = (
+# What conductor, gateway and client import when they run. Without dnspython, statsmodels and
+# fastapi-swagger only what is asked of these fails.
+SERVICE = (
     "aiohttp",
     "fastapi",
+    "httptools",
     "httpx",
+    "httpx_sse",
     "prometheus_client",
-    "starlette",
-    "statsmodels",
+    "pydantic",
     "uvicorn",
     "zmq",
 )
@@ -55,8 +57,9 @@ CaOption = Annotated[Path | None, typer.Option(help="CA of its certificate, for 
 
 
 @contextlib.contextmanager
-def explained(program: str) -> Iterator[None]:
-    """Errors as one line, and what to install if the extra is missing."""
+def explained(program: str, *modules: str) -> Iterator[None]:
+    """Errors as one line; first of all what to install, if `program` or `modules` are missing."""
+    need(f"the {program}", *SERVICE, *modules)
     try:
         yield
     except ConductorError as error:
@@ -64,18 +67,12 @@ def explained(program: str) -> Iterator[None]:
             f"[bold red]{type(error).__name__}:[/] {escape(printable(str(error)))}", soft_wrap=True
         )
         raise typer.Exit(2) from error
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _EXTRA:
-            raise
-        raise InvalidInput(
-            f'the {program} needs the library {error.name}: pip install "tiffin[conductor]"'
-        ) from error
 
 
 @contextlib.contextmanager
 def asking(url: str, token_file: Path | None, tls_ca: Path | None) -> Iterator[ConductorClient]:
     """A client of the conductor at `url`, with errors as one line."""
-    with explained("conductor"):
+    with explained("conductor's client"):
         from .client.client import ConductorClient
 
         with ConductorClient(url, token_file=token_file, tls_ca=tls_ca) as client:

@@ -14,6 +14,10 @@ class InvalidInput(TiffinError, ValueError):
     """The caller passed an invalid argument; the message says which values are valid."""
 
 
+class MissingExtra(InvalidInput):
+    """An optional library is not installed; the message has the whole line that installs it."""
+
+
 class SchemaError(InvalidInput):
     """A schema that describes no valid block, or bytes that do not fit the schema."""
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, times
+from ..suite import Missing
 from .decision import HOT, PRIVATE, Traffic, scene
 from .processes.peer import PeerProcess, peer
-from .setting import BLOCK_TOKENS, Missing
+from .setting import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

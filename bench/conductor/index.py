@@ -1,8 +1,8 @@
 """Rows about the conductor's index: events applied, memory per block, resync, and one walk.
 
-`python -m tiffin.bench.conductor.index` prints them all; with `resident index 1000000`, one JSON
-object about the growth of a fresh process (`floor` instead of `index`: a bare dict of the same
-keys; `folder`: parts of an engine's blocks).
+`python -m tiffin.bench.conductor.index index 1000000` prints one JSON object about the growth of a
+fresh process (`floor` instead of `index`: a bare dict of the same keys; `folder`: parts of an
+engine's blocks).
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from ..store.rows import MICROSECONDS, Row, Side, Spread, Target, interleave, si
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# The default sizes: a prompt of 131,072 tokens, a cluster of a thousand instances.
-BLOCKS = 1_000_000
+    from .setting import Setting
+
+# A prompt of 131,072 tokens, a cluster of a thousand instances.
 HOLDERS = 1_000
 PROMPT_BLOCKS = 256
 SHARED_BLOCKS = 16
@@ -61,14 +62,15 @@ def _seconds(action: Callable[[], object]) -> float:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def events(blocks: int = BLOCKS, holders: int = HOLDERS, rounds: int = 3) -> list[Row]:
+def events(setting: Setting) -> list[Row]:
     """Events of 16 new blocks each that the index applies per second, from many instances."""
+    blocks, rounds = setting.sizes.index_blocks, setting.sizes.index_rounds
     dice = random.Random(0)
     rates: list[float] = []
     floors: list[float] = []
     for _ in range(rounds):
         index = PrefixIndex()
-        numbers = _instances(index, holders)
+        numbers = _instances(index, setting.sizes.instances)
         count = blocks // EVENT_BLOCKS
         batches = [(dice.choice(numbers), keys_of(EVENT_BLOCKS)) for _ in range(count)]
         rates.append(count / _seconds(lambda: _add_all(index, batches)))  # noqa: B023
@@ -98,8 +100,9 @@ def _store_all(bare: dict[bytes, int], batches: Sequence[tuple[int, list[bytes]]
             bare[key] = number
 
 
-def memory(blocks: int = BLOCKS) -> list[Row]:
+def memory(setting: Setting) -> list[Row]:
     """Memory growth of a fresh process per block of the index."""
+    blocks = setting.sizes.index_blocks
     index, floor, folder = (_resident(what, blocks) for what in ("index", "floor", "folder"))
     return [
         Row(
@@ -123,13 +126,14 @@ def memory(blocks: int = BLOCKS) -> list[Row]:
 
 
 def _resident(what: str, blocks: int) -> float:
-    command = [sys.executable, "-m", "tiffin.bench.conductor.index", "resident", what, str(blocks)]
+    command = [sys.executable, "-m", "tiffin.bench.conductor.index", what, str(blocks)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return float(json.loads(done.stdout)["per_block"])
 
 
-def resync(blocks: int = BLOCKS, rounds: int = 3) -> list[Row]:
+def resync(setting: Setting) -> list[Row]:
     """Replacing a node's blocks in the index by its inventory; half of the blocks are new."""
+    blocks, rounds = setting.sizes.index_blocks, setting.sizes.index_rounds
     seconds: list[float] = []
     longest: list[float] = []
     floors: list[float] = []
@@ -170,8 +174,9 @@ def _take_inventory(holdings: Holdings, parts: Sequence[Sequence[bytes]]) -> lis
     return taken
 
 
-def walk(holders: int = HOLDERS, rounds: int = 400) -> list[Row]:
+def walk(setting: Setting) -> list[Row]:
     """The look-up of one decision: per instance, the leading blocks of a prompt in its HBM."""
+    holders, rounds = setting.sizes.instances, setting.sizes.rounds
     rows = []
     for name, private in (("private", True), ("hot", False)):
         index = PrefixIndex()
@@ -207,9 +212,10 @@ def walk(holders: int = HOLDERS, rounds: int = 400) -> list[Row]:
     return rows
 
 
-def folding(blocks: int = 20_000, rounds: int = 3) -> list[Row]:
+def folding(setting: Setting) -> list[Row]:
     """Events of an engine, each with a whole pool block in 32 parts: laid out in pages, hashed, and
     made a key."""
+    blocks, rounds = setting.sizes.folded_blocks, setting.sizes.index_rounds
     rates: list[float] = []
     floors: list[float] = []
     for _ in range(rounds):
@@ -253,11 +259,6 @@ def _parts(blocks: int) -> tuple[EngineChain, list[EngineStored]]:
     return EngineChain.of(schema), batch
 
 
-def rows(blocks: int = BLOCKS) -> list[Row]:
-    """All rows."""
-    return [*events(blocks), *memory(blocks), *resync(blocks), *walk(), *folding()]
-
-
 # -- in a process of its own -----------------------------------------------------------------------
 
 
@@ -299,17 +300,5 @@ def resident(what: str, blocks: int) -> float:
     return grown / blocks
 
 
-def main() -> None:
-    """Print all rows, or with `resident` the growth of this process."""
-    if sys.argv[1:2] == ["resident"]:
-        print(json.dumps({"per_block": resident(sys.argv[2], int(sys.argv[3]))}))
-        return
-    for row in rows():
-        print(
-            f"{row.name:20} {row.value.p50:12,.1f} {row.unit:9} "
-            f"limit {row.limit.p50:12,.1f}  {row.target_text}: {row.met}  {row.note}"
-        )
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps({"per_block": resident(sys.argv[1], int(sys.argv[2]))}))

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from tiffin.conductor.console import SERVICE
 from tiffin.kvstore.cli.local.local_redis import free_port
+from tiffin.kvstore.extras import need
 
 from ..network.setting import LOOPBACK, await_answer, cpu_seconds
 from ..store.rows import MICROSECONDS, MILLISECONDS, Row, Spread, Target, times
@@ -22,7 +24,6 @@ from ..store.setting import running
 from .decision import MODEL, spec
 from .load import RequestLoad
 from .processes.peer import PeerProcess, peer
-from .setting import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,6 @@ COMMANDS = (
 )
 # Instances register once and then send no heartbeats.
 _SETTINGS = {"core": {"heartbeat_timeout_s": 3600.0}}
-NEEDED = ("fastapi", "httpx", "uvicorn")
 
 
 @dataclass(slots=True)
@@ -61,8 +61,8 @@ class _Side:
 
 
 def service(setting: Setting) -> list[Row]:
-    """CPU time of the service per request, and latency of requests. Raises Missing."""
-    lacking()
+    """CPU time of the service per request, and latency of requests. Raises MissingExtra."""
+    need_service()
     sizes = setting.sizes
     with conductor(setting) as (pid, load, _), plain(sizes) as beside:
         ours, theirs = _Side(pid, load), _Side(*beside)
@@ -100,11 +100,9 @@ def service(setting: Setting) -> list[Row]:
     ]
 
 
-def lacking() -> None:
-    """Raises Missing for a library that the service needs."""
-    lacks = [name for name in NEEDED if find_spec(name) is None]
-    if lacks:
-        raise Missing(f'no {", ".join(lacks)}; run: pip install "tiffin[conductor]"')
+def need_service() -> None:
+    """Raises MissingExtra without the libraries of the service, which runs in other processes."""
+    need("the service", *SERVICE)
 
 
 def _rate(side: _Side) -> float:

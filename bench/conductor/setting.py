@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 512
 
 
-class Missing(Exception):
-    """A measurement needs a missing library or program; the message says how to install it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """How much a run measures. The defaults are the run that `docs/benchmarks.md` shows: a cluster

@@ -7,18 +7,17 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from tiffin.kvstore.cli.local.local_redis import free_port
+from tiffin.kvstore.extras import need
 
 from ..network.setting import LOOPBACK, await_answer
 from ..store.rows import MILLISECONDS, Row, Target, times
 from ..store.setting import running
 from .processes.disturber import FOLLOWERS, HALF_OPEN, TOKENS, Disturbance
 from .processes.peer import PeerProcess, peer
-from .service import accepts, conductor, lacking, load_of, register
-from .setting import Missing
+from .service import accepts, conductor, load_of, need_service, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,9 +45,9 @@ FLOODS = {
 
 
 def stalls(setting: Setting) -> list[Row]:
-    """Disturbances by authorised requests and by the conductor's own work. Raises Missing."""
-    if find_spec("statsmodels") is None:
-        raise Missing('no statsmodels; run: pip install "tiffin[conductor]"')
+    """Disturbances by authorised requests and by the conductor's own work. Raises
+    MissingExtra."""
+    need("forecasting", "statsmodels")
     *plain, pooled = STALLS
     return [
         *_rows(setting, conductor, "stall", plain),
@@ -57,12 +56,12 @@ def stalls(setting: Setting) -> list[Row]:
 
 
 def floods(setting: Setting) -> list[Row]:
-    """Disturbances by connections without any authorisation. Raises Missing."""
+    """Disturbances by connections without any authorisation. Raises MissingExtra."""
     return _rows(setting, conductor, "flood", list(FLOODS))
 
 
 def _rows(setting: Setting, service: Service, prefix: str, kinds: list[str]) -> list[Row]:
-    lacking()
+    need_service()
     setting = replace(setting, sizes=replace(setting.sizes, connections=_CONNECTIONS))
     rows: list[Row] = []
     with service(setting) as (_, load, port):

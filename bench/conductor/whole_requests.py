@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..network.setting import cpu_seconds
 from ..store.rows import Row, Spread, Target
 from .load import ANSWER_TOKENS, events_of_an_answer
-from .service import conductor, lacking, plain
+from .service import conductor, need_service, plain
 
 if TYPE_CHECKING:
     from .processes.peer import PeerProcess
@@ -25,8 +25,8 @@ _BLOCKS = 24
 
 def whole_requests(setting: Setting) -> list[Row]:
     """Requests per second of the service's CPU time, with all that is told of each. Raises
-    Missing."""
-    lacking()
+    MissingExtra."""
+    need_service()
     sizes = replace(setting.sizes, prompt_blocks=_BLOCKS)
     setting = replace(setting, sizes=sizes)
     rates: dict[str, list[float]] = {}

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
 
+from tiffin.conductor.console import SERVICE
 from tiffin.kvstore.cli.interruptible import interruptible
 from tiffin.kvstore.cli.local.local_redis import need_redis
-from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.errors import InvalidInput, MissingExtra
+from tiffin.kvstore.extras import need
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NEEDED = {
-    "transformers": ("torch", "transformers", "matplotlib", "fastapi", "httpx", "uvicorn"),
-    "vllm": ("fastapi", "httpx", "uvicorn"),
-}
-EXTRAS = {"transformers": "engines,bench,conductor", "vllm": "bench,conductor"}
 DIFFERS, DIED, MISSING, INTERRUPTED = 1, 2, 3, 130
 
 console = Console()
@@ -114,11 +110,16 @@ def demo(
 
     `tiffin demo --engine vllm --vllm .venv-engines/bin/python`
     """
-    lacking = [name for name in NEEDED[engine] if find_spec(name) is None]
-    if lacking:
-        message = f'{", ".join(lacking)} not found; run: pip install "tiffin[{EXTRAS[engine]}]"'
-        errors_console.print(message, markup=False)
-        raise typer.Exit(MISSING)
+    pooled = engine == "transformers" and nodes != 1
+    own = ("torch", "transformers", "matplotlib") if engine == "transformers" else ()
+    try:
+        need("the demo", *own, *SERVICE, *("redis",) * pooled)
+        if pooled:
+            need_redis()
+    except MissingExtra as error:
+        _say_missing(str(error))
+    except InvalidInput as error:
+        _say_missing(f"{error}. Or: tiffin demo --nodes 1")
     if engine == "vllm":
         given = {"--nodes": nodes, "--nvme": nvme, "--overload": overload, "--record": record}
         refused = [name for name, value in given.items() if value is not None]
@@ -126,12 +127,6 @@ def demo(
             raise typer.BadParameter(f"{', '.join(refused)}: not with --engine vllm")
         sizes = {"requests": requests, "workers": workers, "seed": seed, "dram": dram}
         _end(lambda: _run_vllm(vllm, sizes, quick, out, as_json))
-    if nodes is None or nodes > 1:
-        try:
-            need_redis()
-        except InvalidInput as error:
-            errors_console.print(f"{error}. Or: tiffin demo --nodes 1", markup=False)
-            raise typer.Exit(MISSING) from error
     chosen: dict[str, Any] = {
         "requests": requests,
         "workers": workers,
@@ -141,6 +136,11 @@ def demo(
     chosen |= {"dram": dram, "nvme": nvme, "overload_s": overload}
     chosen["record"] = None if record is None else str(record)
     _end(lambda: _run(chosen, quick, out, as_json))
+
+
+def _say_missing(text: str) -> NoReturn:
+    errors_console.print(text, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(MISSING)
 
 
 def _end(run: Callable[[], dict[str, Any]]) -> NoReturn:
@@ -162,14 +162,14 @@ def _end(run: Callable[[], dict[str, Any]]) -> NoReturn:
 def _run_vllm(
     python: Path | None, sizes: dict[str, Any], quick: bool, out: Path, as_json: bool
 ) -> dict[str, Any]:
-    from .vllm.interpreter import VllmMissing, find
+    from ..suite import Missing
+    from .vllm.interpreter import find
     from .vllm.show import show
 
     try:
         chosen = {**sizes, "python": find(python)}
-    except VllmMissing as missing:
-        errors_console.print(str(missing), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(MISSING) from missing
+    except Missing as missing:
+        _say_missing(str(missing))
     return show(chosen, quick, out, as_json, console)
 
 

@@ -53,7 +53,7 @@ class _Side:
 
 
 def beside(setting: Setting) -> list[Row]:
-    """Short answers and streams; no rows if no router is installed. Raises Missing,
+    """Short answers and streams; no rows if no router is installed. Raises MissingExtra,
     NodeUnavailable."""
     routers = setting.routers()
     if not routers:

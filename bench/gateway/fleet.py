@@ -18,7 +18,7 @@ from tiffin.kvstore.cli.local.local_redis import free_port, free_ports
 from tiffin.kvstore.errors import NodeUnavailable
 
 from ..conductor.processes.peer import PeerProcess, peer
-from ..conductor.service import COMMANDS, accepts, lacking
+from ..conductor.service import COMMANDS, accepts, need_service
 from ..network.setting import LOOPBACK, await_answer, cpu_seconds
 from ..peers.routers import router
 from ..store.setting import running
@@ -120,8 +120,8 @@ def fleet(
     routers: Mapping[str, Path] | None = None,
 ) -> Iterator[Fleet]:
     """Start everything. `config` is the gateway's; `routers` are those of others to start, each
-    with the Python of its environment. Raises Missing, NodeUnavailable."""
-    lacking()
+    with the Python of its environment. Raises MissingExtra, NodeUnavailable."""
+    need_service()
     with contextlib.ExitStack() as stack:
         start = _Start(stack)
         start.engines()

@@ -10,7 +10,7 @@ from ..store.rows import MICROSECONDS, MILLISECONDS, Row, Spread, Target, single
 from .fleet import TEXT, TOKEN_IDS, fleet, short_body
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from .fleet import Fleet
     from .processes.clients import Outcome
@@ -27,7 +27,7 @@ _ANSWER_S = 0.5
 
 
 def requests(setting: Setting) -> list[Row]:
-    """Requests per second, by how many are under way at a time. Raises Missing."""
+    """Requests per second, by how many are under way at a time. Raises MissingExtra."""
     sizes = setting.sizes
     with fleet(setting) as it:
         warm(it)
@@ -81,7 +81,7 @@ def in_words(outcomes: Sequence[Outcome]) -> str:
 
 
 def cpu(setting: Setting) -> list[Row]:
-    """CPU time per request. Raises Missing."""
+    """CPU time per request. Raises MissingExtra."""
     number = setting.sizes.requests
     taken: dict[str, list[float]] = {}
     with fleet(setting) as it:
@@ -109,7 +109,7 @@ def cpu(setting: Setting) -> list[Row]:
 
 
 def workers(setting: Setting) -> list[Row]:
-    """CPU time per request with two workers. Raises Missing."""
+    """CPU time per request with two workers. Raises MissingExtra."""
     number = setting.sizes.requests
     taken: dict[int, list[float]] = {1: [], 2: []}
     rates: dict[int, list[float]] = {1: [], 2: []}
@@ -138,7 +138,7 @@ def workers(setting: Setting) -> list[Row]:
 
 
 def latency(setting: Setting) -> list[Row]:
-    """What the gateway adds to an answer's time. Raises Missing."""
+    """What the gateway adds to an answer's time. Raises MissingExtra."""
     sizes = setting.sizes
     with fleet(setting) as it:
         warm(it)
@@ -190,7 +190,7 @@ def _added(it: Fleet, setting: Setting, name: str, prompt: list[int] | str, boun
 
 
 def overload(setting: Setting) -> list[Row]:
-    """How long a refusal takes. Raises Missing."""
+    """How long a refusal takes. Raises MissingExtra."""
     number = setting.sizes.requests
     rate = OVERLOAD * _PLACES / _ANSWER_S
     with fleet(setting, {"limits": {"requests": _PLACES}}) as it:
@@ -221,9 +221,3 @@ def warm(it: Fleet) -> None:
     """Open connections, fill caches."""
     for port in it.sides.values():
         it.ask(port, short_body(), requests=100, at_once=4)
-
-
-MEASUREMENTS: dict[str, Callable[[Setting], list[Row]]] = {
-    "requests": requests, "cpu": cpu, "workers": workers, "latency": latency,
-    "overload": overload,
-}  # fmt: skip

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..peers.environments import Missing, python_of
+from ..peers.environments import python_of
 from ..peers.routers import ROUTERS
 from ..store.setting import silent
+from ..suite import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from ..store.rows import MICROSECONDS, Row, Spread, Target, single, times
 from .fleet import fleet, stream_body
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from .fleet import Fleet
     from .processes.clients import Outcome
@@ -24,7 +24,7 @@ _NEVER_S = 3600.0
 
 
 def streams(setting: Setting) -> list[Row]:
-    """Tokens per second, by the number of streams, and CPU time per token. Raises Missing."""
+    """Tokens per second, by the number of streams, and CPU time per token. Raises MissingExtra."""
     with fleet(setting) as it:
         it.ask(it.gateway, stream_body(5, 0.0), requests=20, at_once=4)
         return [row for number in setting.sizes.streams for row in _tokens(it, number, setting)]
@@ -86,7 +86,7 @@ def shortfall(outcomes: Iterable[Outcome], tokens: int) -> str:
 
 
 def memory(setting: Setting) -> list[Row]:
-    """Growth of the gateway per open stream. Raises Missing."""
+    """Growth of the gateway per open stream. Raises MissingExtra."""
     held = setting.sizes.held
     grown: dict[str, float] = {}
     with fleet(setting, {"limits": {"requests": 2 * held}}) as it:
@@ -110,6 +110,3 @@ def memory(setting: Setting) -> list[Row]:
             targets=(Target("p50", "<=", 60.0),),
         )
     ]
-
-
-MEASUREMENTS: dict[str, Callable[[Setting], list[Row]]] = {"streams": streams, "memory": memory}

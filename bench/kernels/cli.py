@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from tiffin.kvstore.errors import MissingExtra
+
 from ..display import AsJson, AsMarkdown, add_command, carry_out, out_option, row_option
-from .device import Machine, Missing, machine
+from .device import Machine, machine
 from .setting import Setting, Sizes
 from .suite import SUITE
 
@@ -27,7 +29,9 @@ def chosen(device: str | None) -> Machine:
     """The device of `--device`. Raises typer.BadParameter if this machine does not have it."""
     try:
         return machine(device)
-    except (Missing, ValueError) as error:
+    except MissingExtra:
+        raise
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
 

@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from tiffin.kvstore.extras import need
+
 from ..environment import UNKNOWN
 from ..store.rows import interleave
+from ..suite import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,10 +46,6 @@ _SMI_FIELDS = (
     "pcie.link.gen.current",
     "pcie.link.width.current",
 )
-
-
-class Missing(Exception):
-    """A measurement needs something that is missing; the message says what, and how to get it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +107,11 @@ class Machine:
 def machine(name: str | None) -> Machine:
     """The device called `name`; without a name the first GPU, or else the CPU.
 
-    Raises Missing without torch, ValueError for a device that this machine does not have.
+    Raises MissingExtra without torch, ValueError for a device that this machine does not have.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise Missing('needs torch: pip install "tiffin[kernels]"') from error
+    need("measuring kernels", "torch")
+    import torch
+
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
         name = "cuda:0" if gpus else "cpu"

@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..store.rows import Row, Side, rates
+from ..suite import Missing
 from .case import Case, llama
-from .device import Missing
 
 if TYPE_CHECKING:
     from .setting import Setting

@@ -1,22 +1,18 @@
-"""The kernels' measurements, in the order of the docs, and `device_suite`, a suite on a device.
-
-Their modules are imported only when they run: every `tiffin` command imports this module for their
-names, and torch takes a second to import or is not installed.
-"""
+"""The kernels' measurements, in the order of the docs, and `device_suite`, a suite on a device."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..environment import LIBRARIES
-from ..suite import Suite
-from .device import Missing, in_words, surroundings
+from ..suite import Suite, later
+from .device import in_words, surroundings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from ..store.rows import Row
+    from ..suite import Measurement
     from .setting import DeviceSetting, Setting
 
 S = TypeVar("S", bound="DeviceSetting[Any]")
@@ -26,22 +22,19 @@ def device_suite(name: str, package: str, where: Mapping[str, tuple[str, str]]) 
     """Measurements on a device: `where` maps each name to a module of `package` and a function."""
     return Suite(
         name,
-        {row: _later(package, *place) for row, place in where.items()},
-        lack=Missing,
+        {row: _on_device(measure) for row, measure in later(package, where).items()},
         libraries=(*LIBRARIES, "torch", "triton"),
         surroundings=lambda setting: surroundings(setting.machine),
         in_words=in_words,
     )
 
 
-def _later(package: str, module: str, function: str) -> Callable[[S], list[Row]]:
-    """A measurement that is imported at its first call. An error of the kernels or of the device
-    ends this measurement, but not those after it."""
+def _on_device(measure: Measurement[S]) -> Measurement[S]:
+    """An error of the kernels or of the device ends this measurement, but not those after it."""
 
     def measured(setting: S) -> list[Row]:
         from tiffin.kernels.errors import KernelError
 
-        measure: Callable[[S], list[Row]] = getattr(import_module(f".{module}", package), function)
         try:
             return measure(setting)
         except (KernelError, RuntimeError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +13,13 @@ from tiffin.kvstore.client.client import Client
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.directory import open_directory
 from tiffin.kvstore.errors import NodeUnavailable
+from tiffin.kvstore.extras import need
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.pool.remote.peer import Peer
 
 from ..store.rows import MILLISECONDS, Row, Side, Target, interleave, single, times
 from ..store.setting import prefix_of, room_for, schema_of
-from .setting import Missing, redis_server, remote_node
+from .setting import redis_server, remote_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,9 +65,9 @@ class _Locator:
 
 
 def locate(setting: Setting) -> list[Row]:
-    """Find a prefix in Redis and lease it; and the number of requests to Redis. Raises Missing."""
-    if find_spec("redis") is None:
-        raise Missing('no library redis; run: pip install "tiffin[redis]"')
+    """Find a prefix in Redis and lease it; and the number of requests to Redis. Raises Missing,
+    MissingExtra."""
+    need("the directory", "redis")
     import redis
 
     schema = schema_of(setting.sizes.small_block_bytes)

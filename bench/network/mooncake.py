@@ -32,7 +32,8 @@ from tiffin.kvstore.errors import NodeUnavailable
 
 from ..store.rows import MICROSECONDS, Row, Side, Target, interleave, rates, timed, times
 from ..store.setting import MIB, size_text
-from .setting import LOOPBACK, Metered, Missing, apart, await_answer
+from ..suite import Missing
+from .setting import LOOPBACK, Metered, apart, await_answer
 from .transfer import GIGA, get, pair
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from tiffin.kvstore.client.client import Client
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 
 from ..store.setting import KIB, MIB, running, silent
+from ..suite import Missing
 
 if TYPE_CHECKING:
     import subprocess
@@ -30,10 +31,6 @@ _COMMANDS = (
     "import typer; from tiffin.kvstore.cli import commands;"
     " app = typer.Typer(); commands(app); app()"
 )
-
-
-class Missing(Exception):
-    """A measurement needs a missing program or library; the message says how to get it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..environment import UNKNOWN
+from ..suite import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
 _ASK_S = 120.0
-
-
-class Missing(Exception):
-    """A peer's environment is not there or does not work; the message says how to install it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,13 @@ from tiffin.conductor.cost.latency_profiles import DEFAULT
 from tiffin.conductor.records import InstanceSpec, Request, RequestEvent, Role
 from tiffin.kvstore.cli.local.local_redis import free_port
 
-from ..conductor.service import accepts, lacking
+from ..conductor.service import accepts, need_service
 from ..network.setting import LOOPBACK, await_answer, cpu_seconds
 from ..store.rows import MICROSECONDS
 from ..store.setting import MIB, schema_of
 from ..vllm.engine_process import GroupProcess, service
 from . import routers
 from .conversations import Conversation, Http, completion, conversations, raw_request
-from .environments import Missing
 from .processes import backends
 from .processes.backends import MODEL
 from .turns import PeerRow, Turns, in_turns
@@ -72,7 +71,7 @@ class _Side:
 def sglang(setting: Setting) -> list[Row]:
     """Latency and CPU time of each pair. Raises Missing, NodeUnavailable."""
     python = setting.python(_PEER)
-    _need_services()
+    need_service()
     sizes = setting.sizes
     talks = conversations(sizes.conversations)
     with contextlib.ExitStack() as stack:
@@ -177,15 +176,6 @@ def _call(call: calls.RestCall[Any]) -> bytes:
 
 
 # -- processes -------------------------------------------------------------------------------------
-
-
-def _need_services() -> None:
-    from ..conductor.setting import Missing as LacksLibrary
-
-    try:
-        lacking()
-    except LacksLibrary as lack:
-        raise Missing(str(lack)) from lack
 
 
 @contextlib.contextmanager

@@ -5,33 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..environment import LIBRARIES
-from ..suite import Suite
-from .dynamo import dynamo
-from .environments import Missing, in_words, versions
-from .lmcache import lmcache
-from .mooncake import mooncake
-from .sglang import sglang
+from ..suite import Suite, later
+from .environments import in_words, versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..store.rows import Row
     from .setting import Setting
 
-
-_MEASUREMENTS: dict[str, Callable[[Setting], list[Row]]] = {
-    "mooncake": mooncake, "lmcache": lmcache, "dynamo": dynamo, "sglang": sglang,
-}  # fmt: skip
+_PEERS = ("mooncake", "lmcache", "dynamo", "sglang")
 
 
 def _peers(setting: Setting) -> dict[str, Any]:
-    return versions(setting.folder, _MEASUREMENTS)
+    return versions(setting.folder, _PEERS)
 
 
 SUITE: Suite[Setting] = Suite(
     "peers",
-    _MEASUREMENTS,
-    lack=Missing,
+    later(__package__, {name: (name, name) for name in _PEERS}),
     libraries=(*LIBRARIES, "fastapi", "uvicorn", "httptools"),
     surroundings=_peers,
     in_words=in_words,

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.extras import need
 
 from ..plots import png
 from .registry import Effort, Reproduction, named, reproductions
@@ -78,6 +79,8 @@ def reproduce(
         for one in reproductions().values():
             typer.echo(f"{one.name:28} {one.title} ({one.source})")
         return
+    if html is not None or plots is not None:
+        need("a plot", "matplotlib")
     try:
         chosen = list(reproductions().values()) if everything else named(names or [])
     except InvalidInput as error:

@@ -162,7 +162,7 @@ def _markdown_grid(grid: Grid) -> list[str]:
 
 
 def html_page(findings: list[Finding]) -> str:
-    """One file, images included. Raises ImportError without matplotlib."""
+    """One file, images included. Needs matplotlib."""
     parts = [_HEAD]
     for finding in findings:
         about, found = finding.reproduction, finding.evidence

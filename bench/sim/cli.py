@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from tiffin.conductor.errors import ConductorError
 from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.extras import need
 
 from ..plots import png
 from ..traces.readers import read
@@ -175,6 +176,8 @@ def simulated(
         kv_capacity_tokens=kv_tokens,
         closed=closed,
     )
+    if plots is not None:
+        need("a plot", "matplotlib")
     try:
         whole = with_tenants(read(file), tenants, seed)
         trace = at_rate(window(whole, start, stop or float("inf")), rate)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..network.setting import Missing
 from ..store.setting import silent
+from ..suite import Missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

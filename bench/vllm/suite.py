@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..network.setting import Missing
-from ..suite import Suite
-from .decode_gaps import decode_gaps
-from .first_token import home, layerwise, lmcache, mooncake, offloading, remote
-from .hooks import hooks
-from .split import split, split_stream
+from ..suite import Suite, later
 
 if TYPE_CHECKING:
     from .setting import Setting
 
+_FIRST_TOKEN = ("home", "remote", "layerwise", "offloading", "lmcache", "mooncake")
+
 SUITE: Suite[Setting] = Suite(
     "vllm",
-    {
-        "home": home,
-        "remote": remote,
-        "layerwise": layerwise,
-        "offloading": offloading,
-        "lmcache": lmcache,
-        "mooncake": mooncake,
-        "split": split,
-        "split-stream": split_stream,
-        "decode-gaps": decode_gaps,
-        "hooks": hooks,
-    },
-    lack=Missing,
+    later(
+        __package__,
+        {
+            **{name: ("first_token", name) for name in _FIRST_TOKEN},
+            "split": ("split", "split"),
+            "split-stream": ("split", "split_stream"),
+            "decode-gaps": ("decode_gaps", "decode_gaps"),
+            "hooks": ("hooks", "hooks"),
+        },
+    ),
 )

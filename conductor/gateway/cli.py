@@ -79,7 +79,7 @@ def gateway(
     log_to_stderr(log_level)
     for noisy in ("aiohttp", "asyncio"):  # a line per call
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    with explained("gateway"):
+    with explained("gateway", *("opentelemetry",) * bool(otlp_endpoint)):
         import uvloop
         from prometheus_client import disable_created_metrics
 

@@ -22,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..credentials import load_credentials, parse_address
-from ..errors import InvalidInput, TiffinError
+from ..errors import TiffinError
+from ..extras import missing_extra
 from ..memory.eviction import POLICIES
 from ..node.core.node_core import CoreOptions
 from ..node.node import NodeOptions
@@ -68,11 +69,10 @@ def main(*, installed: bool = True) -> None:
         _explain(error)
         raise SystemExit(2) from error
     except ModuleNotFoundError as error:
-        if error.name != "redis":
+        missing = missing_extra(error)
+        if missing is None:
             raise
-        _explain(
-            InvalidInput('a directory in Redis needs its library: pip install "tiffin[redis]"')
-        )
+        _explain(missing)
         raise SystemExit(2) from error
 
 

@@ -9,6 +9,7 @@ The data model and what happens when Redis fails: docs/directory.md
 
 from __future__ import annotations
 
+from ..extras import need
 from .base import Directory, DirectoryEvent, NodeRecord
 from .embedded import EmbeddedDirectory
 from .host_id import host_id
@@ -21,7 +22,7 @@ def open_directory(url: str, *, pool: str = "default", token: bytes = b"") -> Di
 
     `embedded:` or `embedded:NAME` is a directory in this process, shared by all callers that use
     its name. Connects lazily, so a Redis that is down is no error here. Raises InvalidInput for an
-    invalid URL.
+    invalid URL, MissingExtra without the library for Redis.
     """
     check_pool(pool)
     scheme, _, name = url.partition(":")
@@ -31,6 +32,7 @@ def open_directory(url: str, *, pool: str = "default", token: bytes = b"") -> Di
         return EmbeddedDirectory.named(f"{pool}:{name}")
     options = parse_redis(url)
     # Only pools of many machines need the library: 60 ms of imports.
+    need("a directory in Redis", "redis")
     from .redis import RedisDirectory
 
     return RedisDirectory(options, pool=pool, token=token)

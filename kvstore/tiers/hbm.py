@@ -23,6 +23,7 @@ from tiffin.messenger.gpu.cuda_driver import DeviceUnavailable
 from tiffin.messenger.gpu.device_region import DeviceRegion
 
 from ..errors import InvalidInput, TierUnavailable
+from ..extras import need
 from .base import Tier, TierName
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 class HbmTier(Tier):
     """`nbytes` of memory, rounded down to whole pages, of a torch device such as `cuda:0` or `cpu`.
 
-    Raises InvalidInput when torch is missing or does not know the device, TierUnavailable when the
-    device does not have enough memory.
+    Raises MissingExtra without torch, InvalidInput for a device that it does not know,
+    TierUnavailable when the device does not have enough memory.
     """
 
     def __init__(self, nbytes: int, device: str = "cuda:0") -> None:
@@ -134,8 +135,7 @@ class HbmTier(Tier):
 
 
 def _import_torch() -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise InvalidInput("an HBM tier needs torch: pip install 'tiffin[torch]'") from error
+    need("an HBM tier", "torch")
+    import torch
+
     return torch

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ...suite import Missing
+
 _LOOK_S = 60.0
 # Says what is missing, without the ten seconds that importing vLLM takes. `vllm serve` looks for a
 # distribution of its own name, which the wheel for CPUs does not have.
@@ -29,12 +31,8 @@ a machine without a GPU too (3 GB). Then:
 TIFFIN_VLLM may name that Python as well. By hand: docs/vllm.md, Install."""
 
 
-class VllmMissing(Exception):
-    """No Python with vLLM was found; the message says how to get one."""
-
-
 def find(chosen: Path | None) -> Path:
-    """`chosen`, or this Python. Raises VllmMissing."""
+    """`chosen`, or this Python. Raises Missing."""
     named = str(chosen or sys.executable)
     try:
         done = subprocess.run(
@@ -45,8 +43,8 @@ def find(chosen: Path | None) -> Path:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise VllmMissing(f"{named} is no Python that runs: {error}{_HOW}") from error
+        raise Missing(f"{named} is no Python that runs: {error}{_HOW}") from error
     lacking = done.stdout.strip()
     if lacking:
-        raise VllmMissing(f"{named} does not have: {lacking}.{_HOW}")
+        raise Missing(f"{named} does not have: {lacking}.{_HOW}")
     return Path(named)

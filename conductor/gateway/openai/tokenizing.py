@@ -22,6 +22,7 @@ import msgspec
 
 from tiffin.kvstore.credentials import read_token
 from tiffin.kvstore.errors import InvalidInput, TokenError
+from tiffin.kvstore.extras import need
 from tiffin.kvstore.format.keys import MAX_SECRET_BYTES, Prefix
 
 from ...errors import InvalidRequest
@@ -70,12 +71,9 @@ class LocalTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ModuleNotFoundError as error:
-            raise InvalidInput(
-                'a local tokenizer needs the library tokenizers: pip install "tiffin[engines]"'
-            ) from error
+        need("a local tokenizer", "tokenizers")
+        from tokenizers import Tokenizer
+
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise InvalidInput(f"there is no {path}: tokenizer takes a folder that has one")

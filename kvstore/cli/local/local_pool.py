@@ -30,7 +30,7 @@ from ...directory.url import check_pool
 from ...errors import InvalidInput, NodeUnavailable, TiffinError
 from ...sizes import parse_bytes
 from .child_processes import ChildProcess
-from .local_redis import check_library, free_port, need_redis, redis_command
+from .local_redis import free_port, need_redis, redis_command
 from .token_file import make_secret_file
 
 if TYPE_CHECKING:
@@ -245,7 +245,6 @@ class LocalPool:
         if self.options.redis:
             self._start_redis(tell, timeout_s)
         elif self.directory:
-            check_library()
             self.records()
         for index, name in enumerate(self._names):
             self._add(name, self._node_command(index), signal.SIGTERM, self._node_is_up(index))

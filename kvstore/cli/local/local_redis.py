@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import InvalidInput
+from ...extras import need
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,19 +54,11 @@ def _in_wheel() -> str | None:
 
 def need_redis() -> str:
     """The path of a server to start. Raises InvalidInput, which says how to install one."""
-    check_library()
+    need("a directory in Redis", "redis")
     found = find_redis()
     if found is None:
         raise InvalidInput(_INSTALL)
     return found
-
-
-def check_library() -> None:
-    """Raises InvalidInput if what speaks to Redis is not installed."""
-    if find_spec("redis") is None:
-        raise InvalidInput(
-            'a directory in Redis needs its library; run: pip install "tiffin[redis]"'
-        )
 
 
 def free_port(host: str) -> int:

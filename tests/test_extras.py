@@ -1,0 +1,132 @@
+"""A plain install has every command: what a command lacks is named, with one line that installs it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from examplesupport import ROOT, Stage, leaves, program
+from plainsupport import run_all
+
+from tiffin.bench.conductor.suite import SUITE as CONDUCTOR
+from tiffin.bench.gateway.suite import SUITE as GATEWAY
+from tiffin.bench.network.suite import SUITE as NETWORK
+from tiffin.bench.peers.suite import SUITE as PEERS
+from tiffin.bench.store.suite import SUITE as STORE
+from tiffin.bench.vllm.suite import SUITE as VLLM
+from tiffin.kvstore.errors import MissingExtra
+from tiffin.kvstore.extras import EXTRA_OF, missing_extra, need
+
+OPTIONAL = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+# For tests, and one whose only line is another one: pip install --no-deps nixl-cu12.
+ELSEWHERE = {"dev", "nixl"}
+
+REDIS = "redis://127.0.0.1:1"
+SERVICE = "aiohttp, fastapi, httptools, httpx, httpx_sse, prometheus_client, pydantic, uvicorn, zmq"
+# What each says in a plain install: its exit status, and its end.
+LACKING = {
+    f"status {REDIS}": (2, "a directory in Redis needs redis; ", "redis"),
+    f"drain {REDIS} node-1": (2, "a directory in Redis needs redis; ", "redis"),
+    "up --redis": (2, "a directory in Redis needs redis; ", "redis"),
+    f"up --directory {REDIS}": (2, "a directory in Redis needs redis; ", "redis"),
+    f"vllm-flags {REDIS}": (2, "a directory in Redis needs redis; ", "redis"),
+    "conductor": (2, f"the conductor needs {SERVICE}; ", "conductor"),
+    f"conductor --directory {REDIS} --otlp-endpoint http://127.0.0.1:1": (
+        2, f"the conductor needs {SERVICE}, redis, opentelemetry; ", "conductor,redis,tracing",
+    ),
+    "conductor status": (2, f"the conductor's client needs {SERVICE}; ", "conductor"),
+    "conductor add http://127.0.0.1:1": (2, f"the conductor's client needs {SERVICE}; ", "conductor"),
+    "profile http://127.0.0.1:1": (2, f"the profiler needs {SERVICE}; ", "conductor"),
+    "gateway": (2, f"the gateway needs {SERVICE}; ", "conductor"),
+    "gateway check gateway.toml": (2, f"the gateway needs {SERVICE}; ", "conductor"),
+    "demo": (
+        3, f"the demo needs torch, transformers, matplotlib, {SERVICE}, redis; ",
+        "bench,conductor,engines,redis",
+    ),
+    "demo --nodes 1": (
+        3, f"the demo needs torch, transformers, matplotlib, {SERVICE}; ", "bench,conductor,engines",
+    ),
+    "demo --engine vllm": (3, f"the demo needs {SERVICE}; ", "conductor"),
+    "simulate trace.jsonl --plots plots": (2, "a plot needs matplotlib; ", "bench"),
+    "reproduce mooncake-hit-rate --html x.html": (2, "a plot needs matplotlib; ", "bench"),
+    "bench kernels": (2, "measuring kernels needs torch; ", "torch"),
+    "bench hbm": (2, "measuring kernels needs torch; ", "torch"),
+}  # fmt: skip
+# Measurements of which something is missing are left out, and said.
+LEFT_OUT = {
+    "network --row locate": ("the directory needs redis; ", "redis"),
+    "conductor --row service": (f"the service needs {SERVICE}; ", "conductor"),
+    "conductor --row busy": ("this needs fastapi; ", "conductor"),
+    "gateway --row requests": (f"the service needs {SERVICE}; ", "conductor"),
+    "peers --row sglang": (f"the service needs {SERVICE}; ", "conductor"),
+    "vllm --row split": ("this needs httpx; ", "conductor"),
+}
+
+
+@pytest.mark.parametrize("extra", sorted(OPTIONAL.keys() - ELSEWHERE))
+def test_every_library_of_an_extra_has_its_line(extra: str) -> None:
+    installed = packages_distributions()
+    for requirement in OPTIONAL[extra]:
+        (name,) = re.findall(r"^[\w-]+", requirement)
+        modules = [top for top, owners in installed.items() if name in owners]
+        if name != "tiffin" and modules:
+            assert extra in {EXTRA_OF.get(module) for module in modules}, name
+
+
+def test_extras_exist() -> None:
+    assert set(EXTRA_OF.values()) == OPTIONAL.keys() - ELSEWHERE
+
+
+def test_what_is_needed_is_named_with_one_line() -> None:
+    need("nothing")
+    absent = {"torch": "torch", "transformers": "engines", "redis": "redis"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiffin.kvstore.extras.find_spec", lambda name: None)
+        with pytest.raises(MissingExtra) as refused:
+            need("it", *absent)
+    assert str(refused.value) == (
+        'it needs torch, transformers, redis; run: pip install "tiffin[engines,redis]"'
+    )
+    assert missing_extra(ModuleNotFoundError(name="tiffin.no_such_module")) is None
+    assert missing_extra(ModuleNotFoundError("no name")) is None
+
+
+def test_every_measurement_is_there() -> None:
+    """They are named by strings, and imported when they run."""
+    for suite in (STORE, NETWORK, CONDUCTOR, GATEWAY, PEERS, VLLM):
+        for name, measure in suite.measurements.items():
+            with pytest.raises(AttributeError, match="'None'|NoneType"):
+                measure(None)  # type: ignore[arg-type]
+            assert name
+
+
+def test_a_plain_install_has_every_command() -> None:
+    helps = [[*name.split()[1:], "--help"] for name, _ in leaves(program())]
+    bench = [f"bench {words}" for words in LEFT_OUT]
+    commands = [["--version"], ["--help"], *helps, *map(str.split, (*LACKING, *bench))]
+    with tempfile.TemporaryDirectory(prefix="tiffin-x-") as folder:
+        stage = Stage(Path(folder))
+        for name in ("gateway.toml", "trace.jsonl"):
+            stage.file(name, "\n")
+        said, imported = run_all(
+            sys.executable, commands, stage.environment, Path(folder), without=EXTRA_OF
+        )
+    assert not imported & EXTRA_OF.keys()
+    by_words = {" ".join(words): one for words, one in zip(commands, said, strict=True)}
+    assert by_words["--version"].line.startswith("tiffin ")
+    for words in helps:
+        one = by_words[" ".join(words)]
+        assert (one.status, "Usage: tiffin" in one.text) == (0, True), one
+    for words, (status, lacks, extras) in LACKING.items():
+        assert by_words[words].status == status, by_words[words]
+        assert by_words[words].line.endswith(f'{lacks}run: pip install "tiffin[{extras}]"')
+    for words, (lacks, extras) in LEFT_OUT.items():
+        row = words.split()[-1]
+        line = f'left out {row}: {lacks}run: pip install "tiffin[{extras}]"'
+        assert line in by_words[f"bench {words}"].text.splitlines(), by_words[f"bench {words}"]
+        assert by_words[f"bench {words}"].status == 0
