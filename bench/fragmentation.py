@@ -189,7 +189,7 @@ class _Run:
     def _clear_window(self, length: int) -> None:
         assert isinstance(self.space, Arena)
         offered = self.random.sample(range(len(self.live)), len(self.live) // 4)
-        extents = [self.live[index] for index in offered]
+        extents = [(*self.live[index], self.live[index][1]) for index in offered]
         chosen = cheapest_window(self.space.free_runs, extents, length) or []
         for index in sorted((offered[i] for i in chosen), reverse=True):
             self._leave(index)
