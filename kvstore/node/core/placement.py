@@ -59,6 +59,11 @@ VAIN_LOOKS_MAX = 1024
 # without waiting when room is needed, so examining more would not shorten any request's wait.
 TRIM_LOOKS_MAX = 64
 
+# One part in this many of a tier leaves, before the next search, if its oldest LOOKS_MAX candidates
+# can't open a run: so a run that can be opened is there after some 256 searches of 40 ms, and one
+# that can't costs a waiting request's time, not the tier.
+CUT_SHARE = 256
+
 # Below this number of blocks, tables are too small (some MiB) to be worth compacting.
 COMPACT_BLOCKS_MIN = 65_536
 
@@ -218,9 +223,10 @@ class Residency(ResidentBlocks):
             return True
         if space.candidate_count > LOOKS_MAX:
             # There may be a window among younger blocks. Evict in policy order instead, which opens
-            # a run in the end, but no more at a time than was asked for: it may also be in vain.
+            # a run in the end, but not much at a time: it may also be in vain.
             cut_sweeps = self.cut_sweeps
-            if self._evict_some(space, space.arena.free_bytes + length, priority):
+            more = max(length, space.arena.capacity_bytes // CUT_SHARE)
+            if self._evict_some(space, space.arena.free_bytes + more, priority):
                 self._cut_short()
             if self.cut_sweeps > cut_sweeps:
                 return False
