@@ -7,6 +7,7 @@ Both clients use it; `node_link.py` waits for replies in threads, `async_node_li
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -204,7 +205,8 @@ def handshake(
 ) -> tuple[socket.socket, messages.Welcome, Mapping]:
     """Connect, say hello, and map the region whose descriptor comes back, all within `timeout_s`.
 
-    Raises NodeUnavailable, VersionMismatch, ProtocolError.
+    Raises NodeUnavailable, VersionMismatch, ProtocolError; OSError without a descriptor for a
+    socket.
     """
     timeout_s = deadlines.left_s(timeout_s)
     deadline = time.monotonic() + timeout_s
@@ -218,7 +220,9 @@ def handshake(
         with contextlib.suppress(BrokenPipeError):  # the node refused already; its reply says why
             sock.sendall(encode_frame(messages.encoder.encode(hello)))
         sock.settimeout(remaining_s(deadline))
-        data, descriptors, _, _ = socket.recv_fds(sock, 65536, 1, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, flags, _ = socket.recv_fds(sock, 65536, 1, socket.MSG_CMSG_CLOEXEC)
+        if flags & socket.MSG_CTRUNC and not descriptors:  # the kernel had no number for it
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return sock, *_welcome(path, data, descriptors)
     except TiffinError:
         sock.close()
@@ -251,7 +255,8 @@ def _welcome(path: Path, data: bytes, descriptors: list[int]) -> tuple[messages.
     try:
         return welcome, Mapping(Region.attach(descriptors[0], welcome.region_bytes))
     except RegionError as error:
-        raise ProtocolError(f"the region of {path} can't be mapped: {error}") from error
+        kind = NodeUnavailable if errors.lacks_descriptors(error) else ProtocolError
+        raise kind(f"the region of {path} can't be mapped: {error}") from error
 
 
 def _read_welcome(path: Path, data: bytes) -> messages.Welcome:
