@@ -6,6 +6,7 @@ Each property is a seeded random run, so that it's the same every time; a failur
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -147,6 +148,55 @@ def test_nothing_leaves_that_is_younger_than_an_eighth_of_what_stays(
             assert older <= max(len(before) // SHARE, 2 * in_order), (policy, seed, number)
     assert evicted > 100
     assert pool.core.residency.counters.window_evictions > 20
+
+
+def hits_of_conversations(
+    pool: Pool, requests: int, *, drifting: bool, seed: int
+) -> tuple[float, float]:
+    """The share of blocks that conversations of two models, with blocks of 257 and 129 pages, find
+    in the pool, and in an ideal store of as many pages without fragmentation, by LRU. `drifting`:
+    from one model to the other."""
+    dice = random.Random(seed)
+    conversations: list[tuple[int, int, int]] = []
+    ideal: OrderedDict[bytes, int] = OrderedDict()
+    room_pages = pool.dram.arena.capacity_bytes // PAGE
+    asked = hits = ideal_hits = 0
+    for number in range(requests):
+        if conversations and dice.random() < 0.8:
+            place = max(0, len(conversations) - 1 - int(dice.expovariate(1 / 30)))
+            name, length, pages = conversations[place]
+            conversations[place] = name, length + dice.randint(0, 2), pages
+        else:
+            small = dice.random() < (number / requests if drifting else 0.5)
+            place = len(conversations)
+            conversations.append((number, dice.randint(1, 4), 129 if small else 257))
+        name, length, pages = conversations[place]
+        keys = chain(name, length)
+        asked += length
+        found = len(pool.core.match(b"".join(keys)))
+        hits += found
+        pool.read(keys)
+        made = pool.core.reserve(pool.session, keys, ROOT, 0, pages * PAGE, 0.0)
+        if made.lease is not None:
+            pool.core.commit(made.lease, [True] * len(made.lease.replicas))
+        ideal_hits += next((n for n, key in enumerate(keys) if key not in ideal), length)
+        for key in reversed(keys):
+            room_pages -= 0 if key in ideal else pages
+            ideal[key] = pages
+            ideal.move_to_end(key)
+        while room_pages < 0:
+            room_pages += ideal.popitem(last=False)[1]
+    return hits / asked, ideal_hits / asked
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drifting", [False, True])
+def test_two_sizes_cost_few_hits(drifting: bool) -> None:
+    pool = Pool(300 * 257)
+    found, ideal = hits_of_conversations(pool, 4000, drifting=drifting, seed=5)
+    assert ideal > 0.4
+    assert found > 0.9 * ideal
+    assert pool.core.residency.counters.window_evictions > 100
 
 
 # -- room that can be made is made -----------------------------------------------------------------
