@@ -7,7 +7,8 @@ bytes are free is a *failure*; the run then evicts further blocks until the allo
 their bytes are the *price*, as a share of all bytes allocated:
 
     evict="random"   more random victims, like a policy that only considers age
-    evict="window"   `cheapest_window` over a random quarter of the blocks, an evictor's candidates
+    evict="window"   `cheapest_window` as a node asks it: over the eighth of the blocks that is next
+                     to leave, at random here, or over the quarter, the half or all of them
 
 Failures depend on the number of blocks in an arena far more than on their bytes: few blocks leave
 few holes. With `drifting=True` the share of each size changes twenty times during the run, at times
@@ -29,6 +30,7 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tiffin.kvstore.memory.arena import Arena, cheapest_window
+from tiffin.kvstore.node.core.windows import SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -188,10 +190,14 @@ class _Run:
 
     def _clear_window(self, length: int) -> None:
         assert isinstance(self.space, Arena)
-        offered = self.random.sample(range(len(self.live)), len(self.live) // 4)
-        extents = [self.live[index] for index in offered]
-        chosen = cheapest_window(self.space.free_runs, extents, length) or []
-        for index in sorted((offered[i] for i in chosen), reverse=True):
+        order = self.random.sample(range(len(self.live)), len(self.live))
+        extents = [(*self.live[index], self.live[index][1]) for index in order]
+        chosen: list[int] = []
+        looks = max(1, len(order) // SHARE)
+        while not chosen and looks < 2 * len(order):
+            chosen = cheapest_window(self.space.free_runs, extents[:looks], length)
+            looks *= 2
+        for index in sorted((order[i] for i in chosen), reverse=True):
             self._leave(index)
 
     def _allocate(self, length: int) -> int | None:
@@ -287,7 +293,7 @@ def _plans() -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows per set of sizes: (divisor of the operations, what to run)."""
     for placement in PLACEMENTS:
         yield 1, {"placement": placement}
-    # Every failure with a window searches a quarter of the blocks: fewer operations are enough
+    # Every failure with a window searches an eighth of the blocks: fewer operations are enough
     for evict in ("random", "window"):
         yield 4, {"blocks": 1000, "evict": evict}
     for evict in ("random", "window"):

@@ -5,6 +5,15 @@ the caller's mistake (`InvalidInput` and below), the pool's condition (`NoRoom`,
 or damage that was detected before it could be served (`CorruptBlock`).
 """
 
+from __future__ import annotations
+
+import contextlib
+import errno
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 class TiffinError(Exception):
     """The base class of all exceptions that Tiffin raises on purpose."""
@@ -72,3 +81,28 @@ class ProtocolError(TiffinError):
 
 class VersionMismatch(ProtocolError):
     """The peer speaks another version of the protocol or of the block format."""
+
+
+def lacks_descriptors(error: BaseException) -> bool:
+    """Whether this error, or one that led to it, is that no file descriptor was left."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and lacks_descriptors(before)
+
+
+@contextlib.contextmanager
+def open_errors() -> Iterator[None]:
+    """Around the opening of a client: raises NodeUnavailable, with what to do about it, for every
+    error that comes from a lack of file descriptors, and for a bare OSError."""
+    try:
+        yield
+    except Exception as error:
+        if lacks_descriptors(error):
+            raise NodeUnavailable(
+                f"no file descriptor is left to open this client ({error}): close what this "
+                "process has open, or raise its limit (ulimit -n; LimitNOFILE= of a service)"
+            ) from error
+        if isinstance(error, OSError) and not isinstance(error, TiffinError):
+            raise NodeUnavailable(f"this client can't be opened: {error}") from error
+        raise

@@ -199,7 +199,7 @@ def _memory(setting: Setting, theirs: GroupProcess) -> PeerRow:
 
 
 def _resident(blocks: int) -> float:
-    program = [sys.executable, "-m", "tiffin.bench.conductor.index", "resident", "index"]
+    program = [sys.executable, "-m", "tiffin.bench.conductor.index", "index"]
     done = subprocess.run([*program, str(blocks)], capture_output=True, text=True, check=True)
     found: float = json.loads(done.stdout)["per_block"]
     return found

@@ -267,6 +267,11 @@ def _check_dims(tensor: Any, dims: str) -> None:
 def _check_view(view: Any) -> None:
     if not hasattr(view, "data_ptr") or view.dim() != 4:
         raise LayoutError("a part is a tensor [pages, page_tokens, heads, dim]")
+    if str(view.layout) != "torch.strided" or view.is_conj() or view.is_neg():
+        raise LayoutError(
+            "a part is a dense tensor whose memory holds its numbers: no sparse one, none with its "
+            "conjugate or negative bit set (call resolve_conj, resolve_neg)"
+        )
     if 0 in view.shape:
         raise LayoutError(f"a part of shape {tuple(view.shape)} is empty")
     if view.shape[3] > 1 and view.stride(3) != 1:

@@ -32,8 +32,10 @@ def _flat(data: Any, what: str) -> tuple[Bytes, str]:
         return data.reshape(-1), "uint8"  # the usual case, in a third of the time
     if type(data).__module__.split(".")[0] == "torch":
         return _flat_tensor(data, what)
+    if isinstance(data, np.ma.MaskedArray):
+        raise InvalidInput(f"{what} is a masked array; pass its values, such as .filled(0)")
     try:
-        # Convert subclasses (a matrix, a masked array) to plain arrays: their slices differ.
+        # Convert subclasses (a matrix) to plain arrays: their slices differ.
         array = np.asarray(data) if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
     except (TypeError, ValueError, BufferError) as error:
         raise InvalidInput(f"{what} is not a buffer of bytes: {error}") from error
@@ -48,12 +50,21 @@ def _flat_tensor(tensor: Any, what: str) -> tuple[Bytes, str]:
     import torch
 
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        raise InvalidInput(f"{what} is no dense tensor, but a {type(tensor).__name__}")
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        raise InvalidInput(f"{what} is no dense tensor, but {kind}; pass tensor.to_dense()")
     if tensor.device.type != "cpu":
         raise InvalidInput(f"{what} is on {tensor.device}; pass tensor.cpu()")
-    if not tensor.is_contiguous():
-        raise InvalidInput(f"{what} has gaps; pass tensor.contiguous()")
-    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    if tensor.is_conj() or tensor.is_neg():
+        raise InvalidInput(
+            f"{what} has its conjugate or negative bit set: other numbers are in its memory; "
+            "pass tensor.resolve_conj().resolve_neg()"
+        )
+    try:
+        if not tensor.is_contiguous():
+            raise InvalidInput(f"{what} has gaps; pass tensor.contiguous()")
+        flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    except (TypeError, RuntimeError) as error:  # nested, masked, fake, inside vmap, and the like
+        raise InvalidInput(f"{what} is a tensor without memory of its own: {error}") from error
     return flat, str(tensor.dtype).removeprefix("torch.")
 
 

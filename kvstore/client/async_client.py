@@ -20,6 +20,7 @@ from ..blocks.block_views import select
 from ..blocks.payload_buffers import target_views
 from ..connection.async_node_link import AsyncLink, AsyncLocalLink, AsyncSocketLink
 from ..connection.loop_threads import in_thread
+from ..errors import open_errors
 from ..node.core.records import PinLevel
 from ..node.node import Node
 from ..streaming.layer_stream import AsyncLayerStream
@@ -179,15 +180,16 @@ class AsyncClient(ClientBase):
 
     @classmethod
     async def _open(cls, url: str, verify: Verify, name: str, populate: bool) -> AsyncClient:
-        target = parse_url(url)
-        if isinstance(target, Pool):
-            from ..pool.async_client import AsyncPoolClient  # imports this module
+        with open_errors():
+            target = parse_url(url)
+            if isinstance(target, Pool):
+                from ..pool.async_client import AsyncPoolClient  # imports this module
 
-            return await AsyncPoolClient.open_pool(target, verify, name)
-        link = await open_link(target, name)
-        if populate:
-            await in_thread(link.mapping.populate)
-        return cls(link, verify)
+                return await AsyncPoolClient.open_pool(target, verify, name)
+            link = await open_link(target, name)
+            if populate:
+                await in_thread(link.mapping.populate)
+            return cls(link, verify)
 
     @classmethod
     @opening

@@ -19,7 +19,7 @@ from ..blocks.block_places import BlockPlaces, MappedRegion
 from ..blocks.block_views import Block, Blocks, Slot, select
 from ..blocks.payload_buffers import target_views
 from ..connection.node_link import LocalLink, NodeLink, SocketLink
-from ..errors import ClientClosed, InvalidInput, StaleLease, TiffinError
+from ..errors import ClientClosed, InvalidInput, StaleLease, TiffinError, open_errors
 from ..node.core import messages
 from ..node.core.records import Kept, PinLevel
 from ..node.node import Node
@@ -250,6 +250,7 @@ class Slots(OfOneProcess, Sequence[Slot]):
         )
 
 
+@open_errors()
 def _opened(cls: type[Client], url: str, verify: Verify, name: str, *, populate: bool) -> Client:
     target = parse_url(url)
     if isinstance(target, Pool):

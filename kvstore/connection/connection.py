@@ -7,6 +7,7 @@ Both clients use it; `node_link.py` waits for replies in threads, `async_node_li
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -207,7 +208,7 @@ def handshake(
     """Connect, say hello, and map the region whose descriptor comes back, all within `timeout_s`.
 
     Raises NodeUnavailable, VersionMismatch, ProtocolError; InvalidInput for a path that is too
-    long for a socket.
+    long for a socket; OSError without a descriptor for one.
     """
     check_socket_path(path)
     timeout_s = deadlines.left_s(timeout_s)
@@ -237,7 +238,9 @@ def _received(sock: socket.socket) -> tuple[bytes, list[int]]:
     """A message and its descriptors, which no child of this process inherits: `socket.recv_fds`
     ignores its flags up to Python 3.13."""
     room = socket.CMSG_LEN(array("i").itemsize)
-    data, ancillary, _, _ = sock.recvmsg(65536, room, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = sock.recvmsg(65536, room, socket.MSG_CMSG_CLOEXEC)
+    if flags & socket.MSG_CTRUNC and not ancillary:  # the kernel had no number for it
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     descriptors = array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -266,7 +269,8 @@ def _welcome(path: Path, data: bytes, descriptors: list[int]) -> tuple[messages.
     try:
         return welcome, Mapping(Region.attach(descriptors[0], welcome.region_bytes))
     except RegionError as error:
-        raise ProtocolError(f"the region of {path} can't be mapped: {error}") from error
+        kind = NodeUnavailable if errors.lacks_descriptors(error) else ProtocolError
+        raise kind(f"the region of {path} can't be mapped: {error}") from error
 
 
 def _read_welcome(path: Path, data: bytes) -> messages.Welcome:

@@ -382,8 +382,10 @@ def _as_uint32(token_ids: TokenIds) -> NDArray[np.uint32]:
 
     Accepts lists, tuples and ranges of ints; integer arrays and torch tensors, [n] or [1, n].
     Raises TokenError, with the first offending index, for anything that is not an integer in
-    [0, 2**32): floats, bools, strings, None, negatives, batches of several prompts.
+    [0, 2**32): floats, bools, strings, None, negatives, batches of several prompts, masked arrays.
     """
+    if type(token_ids) is not np.ndarray and isinstance(token_ids, np.ma.MaskedArray):
+        raise TokenError("token_ids is a masked array; pass those that are tokens: .compressed()")
     if isinstance(token_ids, np.ndarray):
         return _from_array(token_ids)
     if isinstance(token_ids, list | tuple):
@@ -467,7 +469,7 @@ def _tensor_to_array(tensor: Any) -> NDArray[Any]:
 def _complaint(tokens: Iterable[object]) -> str:
     """The error message for the first invalid token, without its text, which may be a user's."""
     for index, token in enumerate(tokens):
-        if isinstance(token, bool) or not hasattr(token, "__index__"):
+        if isinstance(token, bool | np.ma.MaskedArray) or not hasattr(token, "__index__"):
             return f"token_ids[{index}] is a {type(token).__name__}, not an int"
         if not 0 <= int(token.__index__()) < TOKEN_LIMIT:
             return f"token_ids[{index}] = {token} is outside [0, 2**32)"

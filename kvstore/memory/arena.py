@@ -22,8 +22,8 @@ do. Fixed slabs per size waste space that is bound to the wrong size. See
 
 No placement helps an arena of a few hundred blocks, whose few holes seldom have the right size, nor
 a change of the mix: a tier full of 1 MiB blocks has no run for the first 8 MiB block, with any
-allocator. Eviction has to solve that fragmentation, by address rather than by age:
-`cheapest_window` chooses the evictions that make one long run for the fewest bytes.
+allocator. Eviction has to solve that fragmentation, by address among what is old:
+`cheapest_window` chooses the evictions that make one long run at the lowest cost.
 
 Sorted lists and `bisect` rather than a tree: insertion moves pointers in one `memmove`. An
 operation takes 3 microseconds at the hundreds of runs that best fit keeps, and some 30 at 80,000,
@@ -236,39 +236,40 @@ class Arena:
 
 def cheapest_window(
     free_runs: Iterable[tuple[int, int]],
-    evictable: Sequence[tuple[int, int]],
+    evictable: Sequence[tuple[int, int, int]],
     need_bytes: int,
 ) -> list[int]:
-    """Which of `evictable` to evict so that one run of `need_bytes` appears, for the fewest bytes.
+    """Which of `evictable` to evict so that one run of `need_bytes` appears, at the lowest cost.
+
+    `free_runs` are (offset, length), `evictable` are (offset, length, cost): what is lost with the
+    extent, its length or more. Lengths are as the arena rounds them (`Arena.round_up`); the order
+    is any, and no two overlap. An extent in neither list is an obstacle: leased, pinned, being
+    written, or not passed as a candidate. Among equal costs the lowest address wins.
 
     Returns indices into `evictable` in address order. Empty when no choice makes such a run, or
-    when a free run is long enough already; `Arena.fits` distinguishes the two cases. Both inputs
-    are (offset, length) with lengths as the arena rounds them (`Arena.round_up`), in any order, and
-    disjoint. An extent in neither list is an obstacle: leased, pinned, being written, or not passed
-    as a candidate. Among equal bytes the lowest address wins.
+    when a free run is long enough already; `Arena.fits` distinguishes the two cases.
 
-    Cost: one sort of all extents, then two pointers, about 0.5 microseconds per extent. Pass the
-    oldest few thousand candidates rather than a whole tier: the choice then also respects age.
+    Takes one sort of all extents, then two pointers, about 0.5 microseconds per extent.
     """
     if need_bytes < 1:
         raise InvalidInput(f"need_bytes must be at least 1, not {need_bytes}")
-    pieces = [(offset, length, -1) for offset, length in free_runs]
-    pieces += [(offset, length, index) for index, (offset, length) in enumerate(evictable)]
+    pieces = [(offset, length, 0, -1) for offset, length in free_runs]
+    pieces += [(*extent, index) for index, extent in enumerate(evictable)]
     pieces.sort()
-    best_bytes: int | None = None
+    best_cost: int | None = None
     best = (0, 0)
-    first = run_bytes = evicted_bytes = 0
+    first = run_bytes = run_cost = 0
     previous_end = -1
-    for last, (offset, length, index) in enumerate(pieces):
+    for last, (offset, length, cost, _) in enumerate(pieces):
         if offset != previous_end:  # an obstacle, or a gap: the window starts anew
-            first, run_bytes, evicted_bytes = last, 0, 0
+            first, run_bytes, run_cost = last, 0, 0
         previous_end = offset + length
         run_bytes += length
-        evicted_bytes += length if index >= 0 else 0
+        run_cost += cost
         while run_bytes - pieces[first][1] >= need_bytes:
             run_bytes -= pieces[first][1]
-            evicted_bytes -= pieces[first][1] if pieces[first][2] >= 0 else 0
+            run_cost -= pieces[first][2]
             first += 1
-        if run_bytes >= need_bytes and (best_bytes is None or evicted_bytes < best_bytes):
-            best_bytes, best = evicted_bytes, (first, last + 1)
-    return [index for _, _, index in pieces[slice(*best)] if index >= 0]
+        if run_bytes >= need_bytes and (best_cost is None or run_cost < best_cost):
+            best_cost, best = run_cost, (first, last + 1)
+    return [index for *_, index in pieces[slice(*best)] if index >= 0]

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -153,8 +153,9 @@ class EvictionPolicy(ABC, Generic[E]):
         return self._holds(entry) or entry in self._spared
 
     def __iter__(self) -> Iterator[E]:
-        """Every candidate, roughly the best victim first. Do not change the policy meanwhile."""
-        return chain(*self._lists(), self._spared)
+        """Every candidate in the order in which `pop` would offer them if all of them left, then
+        the spared ones. Do not change the policy meanwhile."""
+        return chain(self._in_order(), self._spared)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self)} candidates, {len(self._spared)} spared>"
@@ -194,8 +195,8 @@ class EvictionPolicy(ABC, Generic[E]):
         """The number of entries in all queues."""
 
     @abstractmethod
-    def _lists(self) -> list[OrderedDict[E, None]]:
-        """All queues, the first to evict from in front."""
+    def _in_order(self) -> Iterator[E]:
+        """Every queued entry, the best victim first."""
 
 
 class LRU(EvictionPolicy[E]):
@@ -277,8 +278,8 @@ class LRU(EvictionPolicy[E]):
     def _count(self) -> int:
         return len(self._queue)
 
-    def _lists(self) -> list[OrderedDict[E, None]]:
-        return [self._queue]
+    def _in_order(self) -> Iterator[E]:
+        return iter(self._queue)
 
 
 class _Ranked(EvictionPolicy[E]):
@@ -333,8 +334,8 @@ class _Ranked(EvictionPolicy[E]):
     def _count(self) -> int:
         return self._entries
 
-    def _lists(self) -> list[OrderedDict[E, None]]:
-        return [self._queues[rank] for rank in self._ranks]
+    def _in_order(self) -> Iterator[E]:
+        return chain.from_iterable(map(self._queues.__getitem__, self._ranks))
 
 
 class LFU(_Ranked[E]):
@@ -431,8 +432,10 @@ class SIEVE(EvictionPolicy[E]):
     def _count(self) -> int:
         return len(self._ahead) + len(self._behind)
 
-    def _lists(self) -> list[OrderedDict[E, None]]:
-        return [self._ahead, self._behind]
+    def _in_order(self) -> Iterator[E]:
+        for marked in (False, True):  # the hand passes a marked entry once more
+            for queue in (self._ahead, self._behind):
+                yield from (entry for entry in queue if (entry.visits == 2) is marked)
 
 
 class S3FIFO(EvictionPolicy[E]):
@@ -512,8 +515,25 @@ class S3FIFO(EvictionPolicy[E]):
     def _count(self) -> int:
         return len(self._small) + len(self._main)
 
-    def _lists(self) -> list[OrderedDict[E, None]]:
-        return [self._small, self._main]
+    def _in_order(self) -> Iterator[E]:
+        # As `_take`, without moving an entry: `again` are those that get another round in main.
+        small, main = iter(self._small), ((entry, entry.visits) for entry in self._main)
+        again: deque[tuple[E, int]] = deque()
+        smalls, mains = len(self._small), len(self._main)
+        while smalls or mains:
+            if smalls > self._SMALL_SHARE * (smalls + mains) or not mains:
+                entry = next(small)
+                visits = self._MAIN if entry.visits >= self._MAIN else 0
+                smalls -= 1
+            else:
+                entry, visits = next(main, None) or again.popleft()
+                visits = visits - 1 if visits > self._MAIN else 0
+                mains -= 1
+            if visits:
+                again.append((entry, visits))
+                mains += 1
+            else:
+                yield entry
 
 
 def _put_first(queue: OrderedDict[E, None], entry: E) -> None:

@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiffin.messenger.errors import MessengerError
+from tiffin.messenger.errors import MessengerError, RangeError
 from tiffin.messenger.gpu.copier import DeviceCopier, StillCopying
+from tiffin.messenger.gpu.copy_buffers import check_plain
 from tiffin.messenger.gpu.cuda_driver import CudaError
 from tiffin.messenger.gpu.pinning import Pinned, PinningError
 from tiffin.messenger.gpu.pipeline import until
@@ -145,8 +146,12 @@ class DeviceSlab:
     def _check(self, extent: Extent, at: int, tensor: Any) -> int:
         if at % GRANULE_BYTES:
             raise InvalidInput(f"byte {at} of an extent is not the start of a page")
-        if tensor.device != self._copier.device or not tensor.is_contiguous():
+        if tensor.device != self._copier.device:
             raise InvalidInput(f"not a contiguous tensor on {self._copier.device}")
+        try:
+            check_plain(tensor)
+        except RangeError as error:
+            raise InvalidInput(str(error)) from error
         nbytes = int(tensor.numel() * tensor.element_size())
         if not 0 <= at <= at + nbytes <= extent.length:
             raise InvalidInput(f"bytes [{at}, {at + nbytes}) are outside {extent}")

@@ -67,7 +67,8 @@ class NvmeTier(Tier):
 
     The first start creates the directory and the file (another 1/1024 for the map) and allocates
     all its space, so that a full disk fails the start and not later writes. Later starts open the
-    file, and `scan` yields its blocks. A lock on the directory admits one process at a time.
+    file, and `scan` yields its blocks. Locks on the directory and on the file, which may have
+    another name elsewhere, admit one process at a time.
 
     Raises TierUnavailable when the disk is too small, refuses, or another process holds the lock;
     InvalidInput when the directory has a slab of another capacity. Emits a TierWarning when the
@@ -90,7 +91,13 @@ class NvmeTier(Tier):
         self.path = self.directory / SLAB_NAME
         with contextlib.ExitStack() as stack, _translated(f"no NVMe tier in {self.directory}"):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            stack.callback(os.close, _lock(self.directory))
+            directory_fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, directory_fd)
+            _lock(
+                directory_fd,
+                f"{self.directory} is in use by another node; every node needs a directory of its "
+                "own",
+            )
             # Buffered I/O, for the superblock and the map; direct I/O never accesses their pages.
             self._map_fd, self.layout, self._intact_bytes = self._open_slab()
             stack.callback(os.close, self._map_fd)
@@ -220,6 +227,7 @@ class NvmeTier(Tier):
         except FileNotFoundError:
             return self._create_slab()
         try:
+            self._lock_slab(fd)
             layout = SlabLayout.unpack(os.pread(fd, GRANULE_BYTES, 0))
             self._check_capacity(layout)
             return fd, layout, self._extend_slab(fd, layout)
@@ -234,6 +242,14 @@ class NvmeTier(Tier):
             os.close(fd)
             raise
 
+    def _lock_slab(self, fd: int) -> None:
+        """Lock the file itself: a hard link gives it a name in another directory."""
+        _lock(
+            fd,
+            f"{self.path} is in use by another node, which has the same file under another name: "
+            "delete this name, or give this node another directory",
+        )
+
     def _create_slab(self) -> tuple[int, SlabLayout, int]:
         """Create the slab under another name and rename it when it is complete, so that an
         interrupted start leaves no slab."""
@@ -243,6 +259,7 @@ class NvmeTier(Tier):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(unfinished, flags, 0o600)
         try:
+            self._lock_slab(fd)
             _preallocate(fd, layout.file_bytes, self.directory)
             os.pwrite(fd, layout.pack(), 0)
             os.fsync(fd)
@@ -284,21 +301,13 @@ class NvmeTier(Tier):
         )
 
 
-def _lock(directory: Path) -> int:
-    """A descriptor that holds the directory's lock. The kernel releases it when the process ends,
-    even if it is killed."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _lock(fd: int, refusal: str) -> None:
+    """Lock what `fd` has open, or raise TierUnavailable with this text. The lock lasts until the
+    descriptor is closed: the kernel does that when the process ends, even if it is killed."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        os.close(fd)
-        raise TierUnavailable(
-            f"{directory} is in use by another node; every node needs a directory of its own"
-        ) from error
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+        raise TierUnavailable(refusal) from error
 
 
 def _preallocate(fd: int, nbytes: int, directory: Path) -> None:

@@ -164,9 +164,24 @@ def _place(memory: Memory, device: Any) -> _Place:
     )
 
 
-def _tensor_place(tensor: Any, device: Any) -> _Place:
-    if not tensor.is_contiguous():
+def check_plain(tensor: Any) -> None:
+    """Raise RangeError for a tensor whose values are not its memory's bytes in order."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise RangeError(
+            "a tensor with its conjugate or negative bit set has other numbers in its memory; pass "
+            "tensor.resolve_conj().resolve_neg()"
+        )
+    try:
+        contiguous = tensor.is_contiguous()
+        tensor.data_ptr()
+    except RuntimeError as error:  # sparse, fake, and the like
+        raise RangeError(f"a tensor without memory of its own: {error}") from error
+    if not contiguous:
         raise RangeError("a tensor that is not contiguous has no byte order; copy it first")
+
+
+def _tensor_place(tensor: Any, device: Any) -> _Place:
+    check_plain(tensor)
     address, nbytes = int(tensor.data_ptr()), int(tensor.numel() * tensor.element_size())
     owner = int(tensor.untyped_storage().data_ptr())
     if tensor.device == device:

@@ -86,8 +86,11 @@ def byte_view(buffer: BufferLike) -> ByteArray:
     """A view of the bytes of `buffer`, in memory order; read-only when `buffer` is.
 
     Accepts arrays of every dtype, including those without a buffer protocol (bfloat16). Raises
-    RangeError for memory that is not contiguous: its bytes have no single order.
+    RangeError for memory that is not contiguous: its bytes have no single order; and for masked
+    arrays.
     """
+    if isinstance(buffer, np.ma.MaskedArray):
+        raise RangeError("a masked array is more than its bytes; pass its values: .filled(0)")
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
             raise RangeError("an array that is not C-contiguous has no byte view; copy it first")

@@ -294,6 +294,14 @@ def test_the_shape_of_a_cache_is_its_own_model(engine: str) -> None:
         BlockShape.of_cache(PagedCache(cache.layers, first_head=1), 10)
 
 
+def test_a_cache_whose_numbers_are_not_its_memory_is_refused() -> None:
+    plain = torch.zeros(2, 4, 1, 8)
+    PagedCache([[plain]])
+    for wrong in (torch._neg_view(plain), plain.to(torch.complex64).conj(), plain.to_sparse()):
+        with pytest.raises(LayoutError, match="memory holds its numbers"):
+            PagedCache([[wrong]])
+
+
 def test_shapes_that_cannot_be_are_refused() -> None:
     part = BlockPart(1, 4, 8)
     for bad in (

@@ -1,4 +1,4 @@
-"""Commands of `tiffin` one after the other in one process, with and without the optional libraries."""
+"""Commands of `tiffin` one after the other in one process, with and without optional libraries."""
 
 from __future__ import annotations
 

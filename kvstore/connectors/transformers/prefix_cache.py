@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import Cache, DynamicCache, GenerationConfig
 
 from tiffin.kernels.errors import KernelError
 from tiffin.kernels.layout.engine_cache import PagedCache
@@ -211,6 +211,8 @@ class PrefixCache:
         model is in training mode, which would store the effects of dropout.
         """
         started = time.perf_counter()
+        if not isinstance(cache, Cache):
+            raise InvalidInput(f"a cache is transformers' DynamicCache, no {type(cache).__name__}")
         held = min(_check_ids(input_ids), cache.get_seq_length())
         if held:
             self._check_cache(cache)
@@ -226,16 +228,19 @@ class PrefixCache:
         self.last = replace(self.last, stored_blocks=len(stored), save_s=save_s, save_reason=reason)
         return SaveResult(len(prefix), tuple(stored), reason)
 
-    def generate(self, input_ids: Any, **kwargs: Any) -> Any:
-        """Load the prompt's stored prefix, call `model.generate(input_ids, **kwargs)`, save the
+    def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:
+        """Load the prompt's stored prefix, call `model.generate` with the same arguments, save the
         cache, generated tokens included, and return the model's output.
 
-        `attention_mask` is optional and must be all ones. Raises InvalidInput for batches, beams
-        and any argument that could change the cache without being in its keys (images, embeddings,
-        position ids).
+        `inputs`, or `input_ids` as tokenizers name it, are a tensor [1, n]. `attention_mask` is
+        optional and must be all ones. Raises InvalidInput for batches, padding, beams and any
+        argument that could change the cache without being in its keys (images, embeddings, position
+        ids), TokenError for bad ids.
         """
+        input_ids = _one_of(inputs, kwargs.pop("input_ids", None))
         tokens = _check_ids(input_ids)
         kwargs["attention_mask"] = _check_mask(kwargs.get("attention_mask"), input_ids, tokens)
+        kwargs["generation_config"] = generation_config
         self._check_arguments(kwargs)
         cache, _ = self.load(input_ids)
         output = self.model.generate(input_ids, **with_cache(self.model, cache), **kwargs)
@@ -311,6 +316,10 @@ class PrefixCache:
             if name not in known and name not in _GENERATE_ARGUMENTS:
                 raise InvalidInput(f"{name} could change the KV cache, and is not in its keys")
         config = kwargs.get("generation_config") or self.model.generation_config
+        if not isinstance(config, GenerationConfig):
+            raise InvalidInput(
+                f"generation_config is a {type(config).__name__}, no GenerationConfig"
+            )
         for name, allowed in _GENERATE_VALUES.items():
             value = kwargs.get(name, getattr(config, name, None))
             if value not in allowed:
@@ -346,21 +355,39 @@ class PrefixCache:
         return reason
 
 
+def _one_of(inputs: Any, input_ids: Any) -> Any:
+    """The prompt of a `generate`, which has two names for it."""
+    given = [ids for ids in (inputs, input_ids) if ids is not None]
+    if len(given) != 1 or not isinstance(given[0], torch.Tensor):
+        raise InvalidInput(
+            "pass the prompt once, as `inputs` or `input_ids`: a tensor of token ids [1, n], as a "
+            'tokenizer returns it with return_tensors="pt"'
+        )
+    return given[0]
+
+
 def _check_ids(input_ids: Any) -> int:
     """The number of tokens in `input_ids` [1, n]."""
-    if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+    shape = getattr(input_ids, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != 1:
+        seen = type(input_ids).__name__ if shape is None else f"of shape {tuple(shape)}"
         raise InvalidInput(
-            f"input_ids has shape {tuple(input_ids.shape)}; pass one prompt, [1, n]: padding and "
-            "batches are not kept"
+            f"input_ids is {seen}; pass one prompt, a tensor [1, n]: padding and batches are not "
+            "kept"
         )
-    return int(input_ids.shape[1])
+    return int(shape[1])
 
 
 def _check_mask(mask: Any, input_ids: Any, tokens: int) -> Any:
     if mask is None:
         return torch.ones_like(input_ids)
-    if tuple(mask.shape) != (1, tokens) or not bool((mask == 1).all()):
-        raise InvalidInput("attention_mask must be all ones: the cache has no padding")
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (1, tokens):
+        raise InvalidInput(f"attention_mask is a tensor [1, {tokens}], as input_ids is")
+    if not bool((mask == 1).all()):
+        raise InvalidInput(
+            "attention_mask must be all ones, as the cache has no padding; pass the prompt alone: "
+            "input_ids[:, attention_mask[0].bool()], without a mask"
+        )
     return mask
 
 

@@ -21,7 +21,7 @@ request, costs a few steps and not a whole sweep.
 
 from __future__ import annotations
 
-from itertools import count, islice
+from itertools import count
 from typing import TYPE_CHECKING
 
 from ...format.header import BlockState
@@ -42,6 +42,7 @@ from .records import (
     Wipe,
 )
 from .sharded_writes import SharedWrites
+from .windows import LOOKS_MAX, find_window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,9 +59,10 @@ VAIN_LOOKS_MAX = 1024
 # without waiting when room is needed, so examining more would not shorten any request's wait.
 TRIM_LOOKS_MAX = 64
 
-# Number of candidates for an eviction window (a run of neighbouring extents): enough for a run of
-# any block size, at 0.5 us each.
-WINDOW_CANDIDATES = 4096
+# One part in this many of a tier leaves, before the next search, if its oldest LOOKS_MAX candidates
+# can't open a run: so a run that can be opened is there after some 256 searches of 40 ms, and one
+# that can't costs a waiting request's time, not the tier.
+CUT_SHARE = 256
 
 # Below this number of blocks, tables are too small (some MiB) to be worth compacting.
 COMPACT_BLOCKS_MIN = 65_536
@@ -171,10 +173,9 @@ class Residency(ResidentBlocks):
             # In-flight demotions will free enough: do not evict again for each waiting request.
             if space.evicting_bytes and arena.free_bytes + space.evicting_bytes >= length:
                 return False
-            if arena.free_bytes >= length:
-                # Enough free bytes, but not in one run: evicting in policy order would not help.
-                return self._open_window(space, length, priority) and arena.fits(length)
-            if not self._evict_some(space, length, priority):
+            # If enough bytes are free, but not in one run, neighbours have to leave.
+            make = self._evict_some if arena.free_bytes < length else self._open_window
+            if not make(space, length, priority):
                 return False
         return True
 
@@ -193,10 +194,14 @@ class Residency(ResidentBlocks):
             space.spare(victim)
             vain_looks += 1
             if vain_looks == VAIN_LOOKS_MAX:
-                self.swept_in_part = True
-                self.cut_sweeps += 1
+                self._cut_short()
                 break
         return evicted
+
+    def _cut_short(self) -> None:
+        """Note that making room was cut short here, so that a retry may succeed."""
+        self.swept_in_part = True
+        self.cut_sweeps += 1
 
     def _open_window(self, space: TierSpace, length: int, priority: MovePriority) -> bool:
         """Evict neighbouring extents, so that one run of `length` bytes becomes free; False if no
@@ -205,15 +210,28 @@ class Residency(ResidentBlocks):
         changes_then, length_then = self._windowless.get(space.tier, (-1, 0))
         if changes == changes_then and length >= length_then:
             return False  # nothing has changed since the last search failed
-        # In eviction order: only candidates that would leave soon anyway are evicted for a window.
-        next_few = islice(space.candidates(), WINDOW_CANDIDATES)
-        chosen = space.window(list(filter(self._may_leave, next_few)), length)
-        left = [self.evict(replica, priority) for replica in chosen]
-        if not any(left):
-            self._windowless[space.tier] = changes, length
-            return False
-        self.counters.window_evictions += 1
-        return True
+        left = 0
+        for survives in (self._survives, self._has_twin):
+            chosen = find_window(space, length, survives)
+            stayed = [replica for replica in chosen if not self.evict(replica, priority)]
+            left += len(chosen) - len(stayed)
+            if not stayed:
+                break
+            # NVMe has no room for a block with descendants: they have to be dropped with it.
+        if left:
+            self.counters.window_evictions += 1
+            return True
+        if space.candidate_count > LOOKS_MAX:
+            # There may be a window among younger blocks. Evict in policy order instead, which opens
+            # a run in the end, but not much at a time: it may also be in vain.
+            cut_sweeps = self.cut_sweeps
+            more = max(length, space.arena.capacity_bytes // CUT_SHARE)
+            if self._evict_some(space, space.arena.free_bytes + more, priority):
+                self._cut_short()
+            if self.cut_sweeps > cut_sweeps:
+                return False
+        self._windowless[space.tier] = changes, length
+        return False
 
     def trim(self, high_watermark: float, low_watermark: float) -> None:
         """If DRAM use is above `high_watermark`, start enough demotions to reach `low_watermark`.
@@ -251,12 +269,11 @@ class Residency(ResidentBlocks):
         block = replica.block
         if replica.holds:
             return self._demote_written_back(replica, priority)
-        in_dram = replica.tier is TierName.DRAM
-        if (block.nvme if in_dram else block.dram) is not None:
+        if self._has_twin(replica):
             self.retire(replica)
             self.counters.evictions += 1
             return True
-        if in_dram and self._demotable(block) and self._demote(replica, priority):
+        if self._survives(replica) and self._demote(replica, priority):
             return True
         return may_drop and self._drop_leaf(block)
 
@@ -282,13 +299,15 @@ class Residency(ResidentBlocks):
         self.counters.evictions += 1
         return True
 
-    def _may_leave(self, replica: Replica) -> bool:
+    def _survives(self, replica: Replica) -> bool:
+        """Whether the block stays in the node if this replica is evicted and NVMe has room."""
+        in_dram = replica.tier is TierName.DRAM
+        return self._has_twin(replica) or (in_dram and self._demotable(replica.block))
+
+    def _has_twin(self, replica: Replica) -> bool:
+        """Whether the block has a replica in the other tier too."""
         block = replica.block
-        if replica.holds or block.pin is PinLevel.HARD:
-            return False
-        if replica.tier is TierName.DRAM:
-            return block.nvme is not None or self._demotable(block) or not block.children
-        return block.dram is not None or not block.children
+        return (block.nvme if replica.tier is TierName.DRAM else block.dram) is not None
 
     def _demotable(self, block: BlockRecord) -> bool:
         if self.nvme is None or not self.nvme.writable:

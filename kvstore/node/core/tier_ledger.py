@@ -16,7 +16,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...format.header import BlockState
-from ...memory.arena import cheapest_window
 from ...memory.eviction import LRU
 from .records import BlockRecord, PinLevel, Replica
 
@@ -116,6 +115,11 @@ class TierSpace:
         """Whether the replica is an eviction candidate; spared candidates count too."""
         return replica in self.policy or replica in self.soft
 
+    @property
+    def candidate_count(self) -> int:
+        """The number of eviction candidates, spared ones included."""
+        return len(self.policy) + len(self.soft)
+
     def _order(self, replica: Replica) -> EvictionPolicy[Replica]:
         return self.soft if replica.block.pin is PinLevel.SOFT else self.policy
 
@@ -156,7 +160,8 @@ class TierSpace:
         return self.soft.pop(again=again) if victim is None else victim
 
     def candidates(self) -> Iterator[Replica]:
-        """Iterate over all candidates, roughly in eviction order, soft pins last."""
+        """Iterate over all candidates in eviction order, soft pins last; see
+        `EvictionPolicy.__iter__`."""
         return chain(self.policy, self.soft)
 
     def spare(self, replica: Replica) -> None:
@@ -180,17 +185,6 @@ class TierSpace:
         its end."""
         self.policy.recall_oldest()
         self.soft.recall_oldest()
-
-    def window(self, candidates: list[Replica], need_bytes: int) -> list[Replica]:
-        """The candidates whose eviction opens one run of `need_bytes` at the fewest bytes evicted.
-
-        Called only when eviction in policy order freed enough bytes but no run was long enough:
-        O(n log n) in the candidates.
-        """
-        chosen = cheapest_window(
-            list(self.arena.free_runs), [(r.offset, r.length) for r in candidates], need_bytes
-        )
-        return [candidates[i] for i in chosen]
 
     # -- looking ---------------------------------------------------------------------------------
 

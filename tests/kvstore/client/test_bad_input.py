@@ -139,6 +139,38 @@ class TestPayloads:
         with pytest.raises(InvalidInput):
             client.put(fresh_prefix(1), [make(torch)])
 
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (lambda torch: torch._neg_view(torch.zeros(BYTES // 4)), "resolve_neg"),
+            (lambda torch: torch.zeros(BYTES // 8, dtype=torch.complex64).conj(), "resolve_conj"),
+            (lambda torch: torch.zeros(BYTES // 4).to_sparse(), "to_dense"),
+            (lambda torch: torch.zeros(4, BYTES // 16).to_sparse_csr(), "to_dense"),
+            (lambda torch: torch.zeros(BYTES // 4).to_mkldnn(), "to_dense"),
+            (lambda torch: torch._efficientzerotensor((BYTES // 4,)), "without memory"),
+            (lambda torch: torch.nested.nested_tensor([torch.zeros(BYTES // 4)]), "without memory"),
+        ],
+        ids=["negative", "conjugate", "coo", "csr", "mkldnn", "zero", "nested"],
+    )
+    @pytest.mark.filterwarnings("ignore")  # torch's own: some of these are prototypes
+    def test_tensors_whose_numbers_are_not_their_memory_are_refused(
+        self, client: Client, make: Any, message: str
+    ) -> None:
+        tensor = make(pytest.importorskip("torch"))
+        with pytest.raises(InvalidInput, match=message):
+            client.put(fresh_prefix(1), [tensor])
+        with pytest.raises(InvalidInput, match=message):
+            client.get(fresh_prefix(1), into=tensor)
+
+    @pytest.mark.parametrize("dtype", [np.uint8, np.float16])
+    @pytest.mark.parametrize("mask", [True, False])
+    def test_masked_arrays_are_refused(self, client: Client, dtype: Any, mask: bool) -> None:
+        array = np.ma.masked_array(np.zeros(BYTES // np.dtype(dtype).itemsize, dtype), mask=mask)
+        with pytest.raises(InvalidInput, match="masked array; pass its values"):
+            client.put(fresh_prefix(1), [array])
+        with pytest.raises(InvalidInput, match="masked array; pass its values"):
+            client.get(fresh_prefix(1), into=array)
+
     def test_a_torch_tensor_with_a_gradient_is_only_bytes(self, client: Client) -> None:
         torch = pytest.importorskip("torch")
         prefix = fresh_prefix(1)

@@ -269,6 +269,54 @@ def test_batches_and_padding_are_refused(cached: PrefixCache) -> None:
         cached.generate(tokens(10), attention_mask=mask)
 
 
+def test_a_prompt_is_passed_as_to_the_model(cached: PrefixCache, model: Any) -> None:
+    ids = tokens(BLOCK + 3)
+    expected = plain(model, ids)
+    config = GenerationConfig(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    mask = torch.ones_like(ids)
+    for answer in (
+        cached.generate(inputs=ids, generation_config=config),
+        cached.generate(ids, config),
+        cached.generate(input_ids=ids, attention_mask=mask, generation_config=config),
+        cached.generate(input_ids=ids, attention_mask=mask.bool(), generation_config=config),
+    ):
+        assert answer[0, ids.shape[1] :].tolist() == expected
+    assert cached.last.hit_tokens == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "pass the prompt once"),
+        ({"inputs": tokens(10), "input_ids": tokens(10)}, "pass the prompt once"),
+        ({"inputs": [[1, 2, 3]]}, "tensor of token ids"),
+        ({"inputs": tokens(10).numpy()}, "tensor of token ids"),
+        ({"inputs": "a prompt"}, "tensor of token ids"),
+        ({"inputs": tokens(10), "attention_mask": [[1] * 10]}, r"a tensor \[1, 10\]"),
+        ({"inputs": tokens(10), "attention_mask": torch.ones(1, 9)}, r"a tensor \[1, 10\]"),
+        ({"inputs": tokens(10), "attention_mask": torch.zeros(1, 10)}, "pass the prompt alone"),
+        ({"inputs": tokens(10), "generation_config": {"num_beams": 2}}, "GenerationConfig"),
+        ({"inputs": tokens(10).float()}, "integers"),
+    ],
+)
+def test_what_the_cache_cannot_serve_is_said(
+    cached: PrefixCache, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        cached.generate(**arguments)
+
+
+def test_load_and_save_refuse_what_is_no_prompt_and_no_cache(cached: PrefixCache) -> None:
+    for ids in ([[1, 2, 3]], [1, 2, 3], None, "text"):
+        with pytest.raises(InvalidInput, match="one prompt, a tensor"):
+            cached.load(ids)
+        with pytest.raises(InvalidInput, match="one prompt, a tensor"):
+            cached.save(DynamicCache(config=cached.model.config), ids)
+    for cache in (None, ((tokens(3), tokens(3)),)):
+        with pytest.raises(InvalidInput, match="a cache is transformers' DynamicCache"):
+            cached.save(cache, tokens(10))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

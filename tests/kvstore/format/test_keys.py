@@ -304,6 +304,15 @@ def test_text_is_not_repeated_in_messages() -> None:
     assert "words" not in str(raised.value)
 
 
+def test_masked_arrays_are_refused() -> None:
+    """Also where nothing is masked: whether it is would differ from prompt to prompt."""
+    for mask in (False, [False, True]):
+        with pytest.raises(TokenError, match="masked array"):
+            tiny().prefix(np.ma.masked_array([1, 2], mask=mask))
+    with pytest.raises(TokenError, match=r"token_ids\[1\] is a Masked"):
+        tiny().prefix([1, np.ma.masked])
+
+
 def test_torch_tensors() -> None:
     torch = pytest.importorskip("torch")
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.int16):
@@ -318,6 +327,8 @@ def test_torch_tensors() -> None:
         torch.tensor([-1]),
         torch.tensor([[1], [2]]),
         torch.tensor(1),
+        torch.tensor([1, 2]).to_sparse(),
+        torch._neg_view(torch.tensor([-1, -2])),
     ):
         with pytest.raises(TokenError):
             tiny().prefix(wrong)

@@ -108,6 +108,17 @@ class PolicyContract:
         policy.add(entry)
         assert policy.pop() is entry
 
+    @pytest.mark.parametrize("seed", range(20))
+    def test_iterating_shows_the_order_in_which_all_would_leave(self, seed: int) -> None:
+        dice, policy, items = random.Random(seed), self.policy_type(), entries(60)
+        for _ in range(200):
+            item = dice.choice(items)
+            dice.choice([policy.add, policy.add, policy.touch, policy.discard])(item)
+            if dice.random() < 0.2:
+                evict(policy)
+        shown = [entry.number for entry in policy]
+        assert shown == drain(policy)
+
     def test_spared_entries_are_offered_once_per_sweep(self, policy: EvictionPolicy[Entry]) -> None:
         items = entries(40)
         filled(policy, items)

@@ -183,6 +183,9 @@ def test_ranges_outside_are_refused(slab: DeviceSlab, extent: Extent, at: int, n
 def test_tensors_that_do_not_fit_are_refused(
     slab: DeviceSlab, tier: NvmeTier, copier: DeviceCopier
 ) -> None:
+    flipped = torch._neg_view(torch.zeros(8))
+    with pytest.raises(InvalidInput, match="resolve_neg"):
+        slab.write(Extent(0, 4096), 0, flipped)
     for tensor in (torch.zeros(8, 8).T, torch.zeros(8, device="meta")):
         with pytest.raises(InvalidInput, match="contiguous"):
             slab.read(Extent(0, 4096), 0, tensor)

@@ -129,6 +129,23 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     _open(tmp_path).close()
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+def test_two_nodes_cannot_share_a_slab_by_two_hard_links(tmp_path: Path, fresh: bool) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    second.mkdir()
+    if not fresh:
+        _open(first).close()
+    with _open(first):
+        (second / SLAB_NAME).hardlink_to(first / SLAB_NAME)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(TierUnavailable, match="under another name: delete this name"):
+            _open(second)
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert sorted(path.name for path in second.iterdir()) == [SLAB_NAME]
+    with _open(second), pytest.raises(TierUnavailable, match="under another name"):
+        _open(first)
+
+
 @pytest.mark.parametrize("byte", [0, 8, 16, 32, 48, 64, 80, 88, 96, 104, 108, 112, 116, 118, 120,
                                   128, 136, 200, 391, 392, 4095])  # fmt: skip
 @pytest.mark.parametrize("bit", [0, 7])

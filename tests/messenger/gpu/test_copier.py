@@ -609,6 +609,19 @@ class TestBadInput:
         self.refused([(tensor, np.zeros(64, np.uint8))], match="contiguous")
         self.refused([(on_device(8), np.zeros(16, np.uint8)[::2])], match="contiguous")
 
+    @pytest.mark.filterwarnings("ignore")  # torch's own: some of these are prototypes
+    def test_tensors_whose_numbers_are_not_their_memory(self) -> None:
+        host = np.zeros(64, np.uint8)
+        for tensor in (
+            torch._neg_view(torch.zeros(16)),
+            torch.zeros(8, dtype=torch.complex64).conj(),
+        ):
+            self.refused([(tensor, host)], match="resolve")
+            self.refused([(host, tensor)], match="resolve")
+        for tensor in (torch.zeros(4, 4).to_sparse(), torch.zeros(4, 4).to_sparse_csr()):
+            self.refused([(tensor, host)], match="without memory")
+        self.refused([(on_device(64), np.ma.masked_array(host))], match="masked")
+
     def test_read_only_targets_but_not_sources(self) -> None:
         self.refused([(b"12345", on_device(5))], match="read-only")
         device = on_device(5)

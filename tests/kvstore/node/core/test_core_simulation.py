@@ -23,6 +23,7 @@ from tiffin.kvstore.node.core.node_core import CoreOptions, NodeCore, split_keys
 from tiffin.kvstore.node.core.precommit_reads import publish
 from tiffin.kvstore.node.core.records import Move, MoveOutcome, PinLevel, Wipe
 from tiffin.kvstore.node.core.tier_ledger import TierSpace
+from tiffin.kvstore.node.core.windows import SHARE
 from tiffin.kvstore.tiers.base import TierName
 
 GRANULE = 4096
@@ -37,6 +38,15 @@ def key(chain: int, index: int) -> bytes:
 def length_of(chain: int) -> int:
     """Three schemas of different block sizes share the pool."""
     return (1, 2, 5)[chain % 3] * GRANULE
+
+
+def longest(pieces) -> int:
+    """The longest run of bytes that these (offset, length) make together."""
+    best = run = end = 0
+    for offset, length in sorted(pieces):
+        run, end = length + (run if offset == end else 0), offset + length
+        best = max(best, run)
+    return best
 
 
 class Process:
@@ -73,6 +83,9 @@ class Simulation:
         self.tiers_changed = 0
         self.reads_checked = 0
         self.follows_checked = 0
+        self.windows_checked = 0
+        self.open_window = self.core.residency._open_window
+        self.core.residency._open_window = self.open_window_checked
 
     def connect(self) -> Process:
         return Process(self.core.connect("simulated", 0))
@@ -90,6 +103,23 @@ class Simulation:
     def intact(self, replica) -> bool:
         name = replica.block.key, replica.generation
         return all(self.memory[replica.tier][place] == name for place in self.granules(replica))
+
+    # -- which blocks leave ----------------------------------------------------------------------
+
+    def open_window_checked(self, space, length, priority) -> bool:
+        """What leaves is among the oldest eighth; or no run could be opened by half of what is as
+        old as the youngest that leaves."""
+        order, runs = list(space.candidates()), list(space.arena.free_runs)
+        childless = {r for r in order if not r.holds and not r.block.children}
+        opened = self.open_window(space, length, priority)
+        left = [at for at, r in enumerate(order) if r.state is not BlockState.COMMITTED]
+        if left:
+            self.windows_checked += 1
+            looks = left[-1] + 1
+            if looks > max(1, len(order) // SHARE):
+                older = [(r.offset, r.length) for r in order[: looks // 2] if r in childless]
+                assert longest(runs + older) < length, (self.seed, looks, len(order))
+        return opened
 
     # -- what clients do -------------------------------------------------------------------------
 
@@ -359,6 +389,14 @@ def test_a_lease_shows_the_bytes_of_its_key_whatever_happens(seed):
     simulation = Simulation(seed, policy=sorted(POLICIES)[seed % len(POLICIES)])
     simulation.run(600)
     assert simulation.reads_checked > 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_what_leaves_for_another_size_is_old(policy):
+    simulations = [Simulation(seed, policy) for seed in range(100, 106)]
+    for simulation in simulations:
+        simulation.run(500)
+    assert sum(simulation.windows_checked for simulation in simulations) > 10
 
 
 def test_blocks_change_tiers_and_followers_know() -> None:
