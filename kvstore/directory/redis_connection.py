@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import redis
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     Word = bytes | str | int
     Reply = object
+
+E = TypeVar("E", bound=BaseException)
 
 # A connection's exceptions for a server that is unreachable, or that is no Redis server.
 LOST = (redis.ConnectionError, redis.TimeoutError, OSError, redis.InvalidResponse)
@@ -91,6 +94,8 @@ class RedisServer:
         self._dial = dial
         self._lock = threading.Lock()  # protects all below
         self._idle: list[RedisConnection] = []
+        # Being opened, for calls that had no time left to wait for it.
+        self._begun: list[Future[RedisConnection]] = []
         self._health = Health(FIRST_S, MAX_S)
         self._closed = False
         self.last_error = ""
@@ -105,19 +110,61 @@ class RedisServer:
         with self._lock:
             return self._health.admits(time.monotonic())
 
-    def take(self) -> RedisConnection:
-        """An idle connection that is not known to be broken, or a new one. Raises one of `LOST`."""
+    def take(self, deadline: float) -> RedisConnection:
+        """An idle connection that is not known to be broken, or a new one. Opening one takes a
+        distant server several round trips: what is not open by the deadline is opened further in
+        the background, for a later call. Raises one of `LOST`."""
         while True:
             with self._lock:
+                self._collect()
                 connection = self._idle.pop() if self._idle else None
+                begun = self._begun.pop() if connection is None and self._begun else None
             if connection is None:
-                return self._dial()
+                return self._await(begun or self._begin(), deadline)
             try:
                 if not connection.can_read():
                     return connection
             except LOST:
                 pass
             connection.disconnect()  # closed by the server, or with a stray reply to read
+
+    def _begin(self) -> Future[RedisConnection]:
+        dialled: Future[RedisConnection] = Future()
+
+        def dial() -> None:
+            try:
+                connection = self._dial()
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits for it
+                dialled.set_exception(_without_frames(error))
+            else:
+                dialled.set_result(connection)
+
+        threading.Thread(target=dial, name="tiffin-redis", daemon=True).start()
+        return dialled
+
+    def _await(self, dialled: Future[RedisConnection], deadline: float) -> RedisConnection:
+        try:
+            return dialled.result(until_s(deadline))
+        except BaseException as error:
+            if dialled.done() and dialled.exception() is error:
+                raise
+            with self._lock:
+                kept = not self._closed and len(self._begun) < _IDLE_MAX
+                if kept:
+                    self._begun.append(dialled)
+            if not kept:
+                dialled.add_done_callback(_disconnect)
+            if isinstance(error, TimeoutError):
+                raise redis.TimeoutError(
+                    "no connection in time; it is still being opened"
+                ) from None
+            raise
+
+    def _collect(self) -> None:
+        """Make the connections that were opened in the background idle ones."""
+        done = [dialled for dialled in self._begun if dialled.done()]
+        self._begun = [dialled for dialled in self._begun if dialled not in done]
+        self._idle += [dialled.result() for dialled in done if dialled.exception() is None]
 
     def give(self, connection: RedisConnection) -> None:
         """Return a connection after a complete exchange."""
@@ -145,7 +192,15 @@ class RedisServer:
         """Close all connections: idle ones now, those in use when they are returned."""
         with self._lock:
             self._closed = True
+            begun, self._begun = self._begun, []
+        for dialled in begun:
+            dialled.add_done_callback(_disconnect)
         self.hang_up()
+
+
+def _disconnect(dialled: Future[RedisConnection]) -> None:
+    if dialled.exception() is None:
+        dialled.result().disconnect()
 
 
 class RedisCall:
@@ -170,7 +225,7 @@ class RedisCall:
             return
         connection = None
         try:
-            connection = self.server.take()
+            connection = self.server.take(deadline)
             pack = connection.pack_command
             packed = b"".join([piece for words in self.commands for piece in pack(*words)])
             connection.send_packed_command([packed])
@@ -204,7 +259,7 @@ class RedisCall:
         self.server.fail(error)
 
 
-def _without_frames(error: Exception) -> Exception:
+def _without_frames(error: E) -> E:
     """The error without its tracebacks, and those of what it came of. Their frames have the call,
     which has the error: an outage would leave ten such cycles a second to the collector."""
     one: BaseException | None = error
@@ -215,7 +270,7 @@ def _without_frames(error: Exception) -> Exception:
 
 
 def exchange(calls: Sequence[RedisCall], timeout_s: float) -> None:
-    """Send all, then receive all, within about twice `timeout_s`. Never raises: see `RedisCall`."""
+    """Send all, then receive all, within about `timeout_s`. Never raises: see `RedisCall`."""
     deadline = time.monotonic() + timeout_s
     for call in calls:
         call.send(deadline)

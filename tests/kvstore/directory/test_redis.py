@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 import struct
-from typing import TYPE_CHECKING
+import threading
+import time
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import redis
 from certsupport import make_authority
 from directory.ports import free_port
-from directory.redisserver import RedisServer, speaks_tls
+from directory.redisserver import RedisServer, speaks_tls, wait_until
+from tcpsupport import Relay
 
 from tiffin.kvstore.directory import open_directory
+from tiffin.kvstore.directory import redis_connection as connection
 from tiffin.kvstore.directory.redis_layout import HOLDERS_MAX, encode_number
 from tiffin.kvstore.directory.testing import BAD_RECORDS, eventually, keys_of, record
 from tiffin.kvstore.errors import ClientClosed, DirectoryUnavailable
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
     from pathlib import Path
-
-    import redis
 
     from tiffin.kvstore.directory.redis import RedisDirectory
 
@@ -44,6 +48,87 @@ def located(directory: RedisDirectory, number: int) -> bool:
 
 def name_of(pool: str, key: bytes) -> bytes:
     return f"tiffin:{{{pool}:0}}:b:".encode() + key
+
+
+# -- Redis is far away -----------------------------------------------------------------------------
+
+
+class FarRelay(Relay):
+    """A relay that delays each piece of what it forwards by 100 ms each way."""
+
+    def _pump(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
+        late: Any = _Late(source)
+        super()._pump(late, sink, counted)
+
+
+class _Late:
+    def __init__(self, source: socket.socket) -> None:
+        self._source = source
+
+    def recv(self, nbytes: int) -> bytes:
+        received = self._source.recv(nbytes)
+        time.sleep(0.1)
+        return received
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+@pytest.mark.full
+def test_a_redis_whose_set_up_takes_longer_than_a_call_serves_the_next_calls(
+    own_redis: RedisServer, open_redis: OpenRedis
+) -> None:
+    relay = FarRelay(("127.0.0.1", own_redis.port))
+    try:
+        directory = open_redis(f"redis://127.0.0.1:{relay.address[1]}/1")
+        eventually(lambda: answers(directory))
+        assert sum(answers(directory) for _ in range(5)) == 5
+        directory.close()
+    finally:
+        relay.close()
+
+
+class FakeConnection:
+    closed = False
+
+    def can_read(self, timeout: float = 0) -> bool:
+        return False
+
+    def disconnect(self) -> None:
+        self.closed = True
+
+
+def test_a_connection_that_opens_too_late_is_the_next_call_s() -> None:
+    may_open, dials = threading.Event(), []
+
+    def dial() -> Any:
+        dials.append(FakeConnection())
+        assert may_open.wait(30.0)
+        return dials[-1]
+
+    server = connection.RedisServer("far", dial)
+    for _ in range(3):  # none begins another one
+        with pytest.raises(redis.TimeoutError, match="still being opened"):
+            server.take(time.monotonic())
+    may_open.set()
+    assert server.take(time.monotonic() + 30.0) is dials[0]
+    assert len(dials) == 1
+    server.close()
+
+
+def test_a_connection_that_opens_after_the_close_is_closed() -> None:
+    may_open, fake = threading.Event(), FakeConnection()
+
+    def dial() -> Any:
+        assert may_open.wait(30.0)
+        return fake
+
+    server = connection.RedisServer("far", dial)
+    with pytest.raises(redis.TimeoutError):
+        server.take(time.monotonic())
+    server.close()
+    may_open.set()
+    wait_until(lambda: fake.closed, "the late connection is closed")
 
 
 # -- Redis goes away -------------------------------------------------------------------------------
