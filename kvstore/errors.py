@@ -59,6 +59,11 @@ class DeadlineExceeded(TiffinError):
     """An operation without partial results did not finish within its `timeout_s`."""
 
 
+class TurnMissed(DeadlineExceeded):
+    """Calls of the client's other threads took all the time: nobody was asked, so this says nothing
+    of the health of a node."""
+
+
 class ClientClosed(TiffinError):
     """The caller used a verb or a view after `close()`, or after the release of its lease."""
 

@@ -28,6 +28,7 @@ from ..errors import (
     NodeUnavailable,
     ProtocolError,
     TiffinError,
+    TurnMissed,
 )
 from ..node.core import messages
 from ..node.server.pending_reply import PendingReply
@@ -241,9 +242,7 @@ class SocketLink:
         try:
             taken.extend(map(self._lock.acquire, (True,), (wait_s,)))
             if not taken[0]:
-                raise DeadlineExceeded(
-                    "calls of other threads took all the time; open one client each"
-                )
+                raise TurnMissed("calls of other threads took all the time; open one client each")
             if self._closed:
                 raise ClientClosed(CLOSED)
             connection = self._connection

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ...client.client import Client
-from ...errors import ClientClosed, DeadlineExceeded, NodeUnavailable, ProtocolError
+from ...errors import ClientClosed, DeadlineExceeded, NodeUnavailable, ProtocolError, TurnMissed
 from ...health import Health
 from ...pool.client import PoolClient
 
@@ -72,6 +72,8 @@ class PoolLink:
         client = self._connected(wait_s)
         try:
             result = action(client)
+        except TurnMissed:  # the process is busy, which one call pays for
+            raise
         except _FAILURES as error:
             self._failed(client, error)
             raise

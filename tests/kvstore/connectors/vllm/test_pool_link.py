@@ -14,7 +14,7 @@ from kvsupport import Background, Daemon, wait_until
 from tiffin.kvstore import Client
 from tiffin.kvstore.connectors.vllm import pool_link
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
-from tiffin.kvstore.errors import InvalidInput, NodeUnavailable, NoRoom
+from tiffin.kvstore.errors import InvalidInput, NodeUnavailable, NoRoom, TurnMissed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -181,7 +181,9 @@ def test_calls_that_fail_together_are_one_failure(link: PoolLink) -> None:
     assert link._health.failures == 1
 
 
-@pytest.mark.parametrize("error", [NoRoom("full"), InvalidInput("bad"), RuntimeError("torch")])
+@pytest.mark.parametrize(
+    "error", [NoRoom("full"), InvalidInput("bad"), RuntimeError("torch"), TurnMissed("busy")]
+)
 def test_an_answer_that_is_an_error_is_no_reason_to_rest(link: PoolLink, error: Exception) -> None:
     link.call(blocks, wait_s=30.0)
 
@@ -191,6 +193,21 @@ def test_an_answer_that_is_an_error_is_no_reason_to_rest(link: PoolLink, error: 
     with pytest.raises(type(error)):
         link.call(fail)
     assert link.call(blocks) == 0
+
+
+@pytest.mark.full
+def test_threads_that_wait_for_each_other_give_the_pool_no_rest(
+    tmp_path: Path, long_rests: None
+) -> None:
+    daemon = Daemon(tmp_path, options=["--no-prefault"])
+    link = PoolLink.shared(daemon.url, "always")
+    client = link.call(lambda client: client, wait_s=30.0)
+    with client._link._lock:  # as a call of another thread holds it
+        with pytest.raises(TurnMissed, match="other threads"):
+            link.call(lambda client: client.match(PREFIX, timeout_s=0.0))
+    assert link.call(blocks) == 0
+    link.close()
+    daemon.close()
 
 
 @pytest.mark.full
