@@ -202,9 +202,9 @@ def test_threads_that_wait_for_each_other_give_the_pool_no_rest(
     daemon = Daemon(tmp_path, options=["--no-prefault"])
     link = PoolLink.shared(daemon.url, "always")
     client = link.call(lambda client: client, wait_s=30.0)
-    with client._link._lock:  # as a call of another thread holds it
-        with pytest.raises(TurnMissed, match="other threads"):
-            link.call(lambda client: client.match(PREFIX, timeout_s=0.0))
+    # The lock is held as by a call of another thread.
+    with client._link._lock, pytest.raises(TurnMissed, match="other threads"):
+        link.call(lambda client: client.match(PREFIX, timeout_s=0.0))
     assert link.call(blocks) == 0
     link.close()
     daemon.close()
