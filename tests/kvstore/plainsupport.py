@@ -25,6 +25,8 @@ class Present:
             return None
         return importlib.machinery.PathFinder.find_spec(name, path, target)
 
+    find_distributions = staticmethod(importlib.machinery.PathFinder.find_distributions)
+
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Present
 
 from tiffin.kvstore.cli import main
