@@ -46,5 +46,6 @@ def hold_of(core: Conductor, request_id: str, now: float) -> Hold:
     if not core.takes_both(flight):
         return Hold("moved")
     begins_at = flight.decided_at + flight.decision.predicted_ttft_s - flight.own_s
-    release_s = max(0.0, begins_at - core.settings.queue.ahead_s - now)
+    fetch_s = max(0.0, flight.ready_at - flight.decided_at)
+    release_s = max(0.0, begins_at - core.settings.queue.ahead_s - fetch_s - now)
     return Hold("held", core.queues.place(row, flight.request.priority), release_s)

@@ -17,16 +17,18 @@ and, if c has a reserved share r itself, not more than (same + own seconds) / r.
 The estimate assumes that no other request arrives. Later arrivals of a higher class make it too
 low; aging and cancelled requests make it wrong either way.
 
-A queue holds GPU seconds, so a request whose blocks still come (they are fetched, or computed by
-another one) is not in it: an instance computes others meanwhile. vLLM's scheduler skips a request
-that waits for remote KV, and the request keeps its place. Likewise here: it is `coming`, and takes
-the place of its arrival once its blocks are due (`arrived`).
+A queue holds GPU seconds, so a request that was sent, and whose blocks still come, is not in it: an
+instance computes others meanwhile. vLLM's scheduler skips a request that waits for remote KV, and
+the request keeps its place. Likewise here: it is `coming`, and takes the place of its arrival once
+its blocks are due (`arrived`). One that is held back waits in the queue as all others do: its
+blocks come when it was sent (`dispatch/`), shortly before its turn.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -80,6 +82,7 @@ class Queues:
         self._queues: dict[int, PrefillQueue] = {}
         self._row_of: dict[str, int] = {}
         self._coming: dict[str, tuple[int, float, Waiter]] = {}  # row, and when it is ready
+        self._fetch_s: dict[int, dict[str, float]] = {}  # by row, of those in queues that fetch
         self._ready_at: list[tuple[float, str]] = []  # a heap, with stale entries
         self._rows = 0
         self._reset(_ROWS_MIN)
@@ -129,7 +132,10 @@ class Queues:
         if waiter.request_id in self:
             raise Conflict(f"request {waiter.request_id!r} waits already")
         self._blank.check(waiter)
-        self.start(row, waiter, now)
+        if waiter.fetch_s:
+            self._come(row, waiter, now + waiter.fetch_s)
+        else:
+            self.start(row, waiter, now)
         return True
 
     def start(self, row: int, waiter: Waiter, now: float) -> None:
@@ -144,9 +150,7 @@ class Queues:
         if pushed.accepted:
             self._queues[row].remove(waiter.request_id)
             self._uncount(row, waiter)
-            self._coming[waiter.request_id] = (row, ready_at, waiter)
-            self._count_coming(row, waiter, ready_at, 1)
-            heapq.heappush(self._ready_at, (ready_at, waiter.request_id))
+            self._come(row, waiter, ready_at)
         return pushed
 
     def arrived(self, now: float) -> list[tuple[int, float, str]]:
@@ -163,12 +167,14 @@ class Queues:
 
     def ready(self, request_id: str) -> int | None:
         """The blocks of a waiter have come: put it into its queue, also if that is full. Returns
-        its row; None if it was not coming."""
+        its row; None if it was not coming. One that is in its queue fetches nothing any more."""
         found = self._left(request_id)
         if found is None:
+            self._fetch_s.get(self._row_of.get(request_id, -1), {}).pop(request_id, None)
             return None
-        self.back(*found)
-        return found[0]
+        row, waiter = found
+        self.back(row, replace(waiter, fetch_s=0.0))
+        return row
 
     def back(self, row: int, waiter: Waiter) -> None:
         """A waiter that was taken waits still, in its place by arrival."""
@@ -186,15 +192,34 @@ class Queues:
 
     def take(self, row: int, now: float, free_at: float = math.inf) -> Waiter | None:
         """Dequeue the next waiter of an instance, whose prefill begins now, or began when the
-        instance was free (`free_at`) and it had come; None if the queue is empty."""
+        instance was free (`free_at`) and it had come; None if the queue is empty. If it fetches, it
+        is `coming` from now on."""
         queue = self._queues.get(row)
         waiter = None if queue is None else queue.take(now)
         if waiter is None:
             return None
+        fetch_s = self.fetch_s(row, waiter)
         self._uncount(row, waiter)
+        if fetch_s:
+            self._come(row, waiter, now + fetch_s)
+            return waiter
         begins_at = min(now, max(free_at, waiter.arrived_at))
         self._running_until[row] = max(self._running_until.item(row), begins_at) + waiter.seconds
         return waiter
+
+    def first(self, row: int, now: float) -> Waiter | None:
+        """The next waiter of an instance, which stays in its queue; None if that is empty."""
+        queue = self._queues.get(row)
+        return None if queue is None else queue.first(now)
+
+    def fetch_s(self, row: int, waiter: Waiter) -> float:
+        """Seconds that the blocks of one in the queue of a row take to come once it is sent."""
+        return self._fetch_s.get(row, {}).get(waiter.request_id, 0.0)
+
+    def ready_at(self, request_id: str) -> float | None:
+        """When the blocks of a waiter will have come; None if it is not coming."""
+        coming = self._coming.get(request_id)
+        return None if coming is None else coming[1]
 
     def done(self, row: int, now: float, left_s: float = 0.0) -> None:
         """Record that an instance has finished its prefills, except for `left_s` seconds."""
@@ -241,10 +266,12 @@ class Queues:
 
     def rows(self, until: float | None = None) -> list[int]:
         """The rows where somebody waits; with `until`, those whose prefills should have ended by
-        then."""
+        then, and those where somebody fetches, who is to be sent earlier."""
         waiting = self._waiting.any(axis=0)
         if until is not None:
-            waiting &= self._running_until < until
+            early = self._running_until < until
+            early[list(self._fetch_s)] = True
+            waiting &= early
         rows: list[int] = np.flatnonzero(waiting).tolist()
         return rows
 
@@ -338,10 +365,17 @@ class Queues:
         self._sized[number, size, row] += sign
         self._size_s[number, size, row] += sign * waiter.seconds
         self._count_tenant(row, waiter, number, sign)
+        if waiter.fetch_s and sign > 0:
+            self._fetch_s.setdefault(row, {})[waiter.request_id] = waiter.fetch_s
 
     def _uncount(self, row: int, waiter: Waiter) -> None:
         self._count(row, waiter, -1)
         del self._row_of[waiter.request_id]
+        fetching = self._fetch_s.get(row)
+        if fetching is not None:
+            fetching.pop(waiter.request_id, None)
+            if not fetching:
+                del self._fetch_s[row]
         number = self._blank.number_of(waiter)
         # Sums of floats that were added and subtracted end near zero, not at zero.
         if not self._waiting[number, row]:
@@ -349,6 +383,13 @@ class Queues:
         size = _size(waiter.seconds)
         if not self._sized[number, size, row]:
             self._size_s[number, size, row] = 0.0
+
+    def _come(self, row: int, waiter: Waiter, ready_at: float) -> None:
+        """The blocks of a waiter that is in no queue come at `ready_at`."""
+        self._grow(row)
+        self._coming[waiter.request_id] = (row, ready_at, waiter)
+        self._count_coming(row, waiter, ready_at, 1)
+        heapq.heappush(self._ready_at, (ready_at, waiter.request_id))
 
     def _left(self, request_id: str) -> tuple[int, Waiter] | None:
         """Take out a waiter whose blocks were coming."""
@@ -392,6 +433,7 @@ class Queues:
         self._rows = rows
         self._blank = PrefillQueue(self._settings)
         self._row_of = {}
+        self._fetch_s = {}
         self._shares = [item.reserved_share for item in self._settings.classes]
         self._running_until = np.full(rows, -math.inf)
         self._waiting = np.zeros((classes, rows), np.int64)

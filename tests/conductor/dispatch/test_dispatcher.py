@@ -195,7 +195,7 @@ def test_the_limit_may_change_while_requests_wait() -> None:
 
 def test_for_an_engine_that_asks_nothing_is_held() -> None:
     made = dispatcher()
-    made.asks(ROW, yes=True)
+    made.asks(ROW, yes=True, now=0.0)
     assert fill(made, waiter("a"), waiter("b", "low"), waiter("c", "high"), waiter("d")) == []
     assert made.next(ROW, 2, 0.0, idle=True) == ["a", "c"]
     assert made.next(ROW, 1, 0.5, idle=False) == ["d"]
@@ -208,9 +208,9 @@ def test_for_an_engine_that_asks_nothing_is_held() -> None:
 def test_an_engine_that_begins_to_ask_gets_what_was_held() -> None:
     made = dispatcher()
     fill(made, waiter("a"), waiter("b"))
-    made.asks(ROW, yes=True)
+    made.asks(ROW, yes=True, now=0.0)
     assert made.ended() == ["b"]
-    made.asks(ROW, yes=False)
+    made.asks(ROW, yes=False, now=0.0)
     assert made.holds("b")
 
 
@@ -340,7 +340,7 @@ class Life(RuleBasedStateMachine):
         self.rows: dict[str, int] = {}
         self.held: set[str] = set()
         self.given: set[str] = set()
-        self.made.asks(1, yes=asks)
+        self.made.asks(1, yes=asks, now=0.0)
 
     @rule(
         row=st.integers(0, 1), priority=st.sampled_from(["high", "normal", "low"]), seconds=SECONDS

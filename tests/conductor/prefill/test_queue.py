@@ -300,9 +300,10 @@ class Model:
         if found is None:
             return None
         number, one, ahead = found
-        for at, item in enumerate(self.settings.classes):
-            if self.lines[at] and (at != number or ahead):
-                self.earned_s[at] += item.reserved_share * one.seconds
+        top, *lower = (at for at, lines in enumerate(self.lines) if lines)
+        self.earned_s[top] = 0.0
+        for at in lower:
+            self.earned_s[at] += self.settings.classes[at].reserved_share * one.seconds
         if ahead:
             self.earned_s[number] -= one.seconds
         self.deficit_s[number][one.tenant if self.settings.quantum_s else ""] -= one.seconds
