@@ -144,14 +144,14 @@ def test_who_fetches_is_served_when_it_was_predicted_behind_all_before_it() -> N
 @pytest.mark.parametrize("how", ["finished", "cancelled", "expired", "removed", "fetched"])
 def test_however_a_held_one_ends_nothing_is_planned(how: str) -> None:
     made, _ = held_fetch()
+    source = number(made, "p")
     if how in ("finished", "cancelled", "fetched"):
         tell(made, "a", how, now=2.0)
     elif how == "expired":
         made.tick(1000.0)
     else:
         made.remove("q", 2.0)
-    assert made.transfers.planned_bytes(number(made, "p")) == 0
-    assert made.transfers.in_flight_bytes(number(made, "p")) == 0
+    assert made.transfers.planned_bytes(source) == made.transfers.in_flight_bytes(source) == 0
 
 
 def test_an_instance_without_a_node_has_a_card_of_its_own() -> None:
