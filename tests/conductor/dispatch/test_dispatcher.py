@@ -361,7 +361,7 @@ HIGHER = ("high", "normal", "middle")
 def served_before_s(before: list[float], own_s: float, share: float, between: list[float]) -> float:
     """The bound of docs/conductor/queues.md: seconds of prompts that are released before a waiting
     request of a class with a reserved share. Those of its own class in `before` go before it;
-    `between` are the reserved shares of the classes above it."""
+    `between` are the reserved shares of the other classes."""
     reserved = [one for one in between if one]
     rest = 1.0 - sum(reserved)
     last_s = max(own_s / share, max(before, default=0.0) / rest)
