@@ -7,15 +7,21 @@ and the wait of a request of class c is estimated for all rows at once:
     running    the prefill that is running is not interrupted
     + higher   all waiting requests of higher classes
     + same     requests served before it in its own class: all (first come), or the shorter or
-               longer ones (by powers of two); but from each other tenant not more seconds than its
-               own tenant gets meanwhile: those of its waiting requests, plus its own
+               longer ones (by powers of two), and of the others those that will have waited for
+               `aging_s` by its turn; but from each other tenant not more seconds than its own
+               tenant gets meanwhile: those of its waiting requests, plus its own
     + lower    reserved shares R of lower classes: (higher + same) · R / (1 - R) at most, and
                not more than the seconds waiting there
 
 and, if c has a reserved share r itself, not more than (same + own seconds) / r.
 
-The estimate assumes that no other request arrives. Later arrivals of a higher class make it too
-low; aging and cancelled requests make it wrong either way.
+The estimate assumes that no other request arrives. Later arrivals of a higher class, or of shorter
+prompts, make it too low; cancelled requests make it too high.
+
+**Aging.** The other sizes have `others` seconds, which have waited for `age` in the mean, as if
+evenly for 0 to 2 · age: so they reach `aging_s` between `aging_s` - 2 · age and `aging_s` from now.
+Those that do before a turn in `w` seconds go before it, a share of (w - aging_s + 2 · age) /
+(2 · age) of them, between none and all. The turn is where both agree (`_with_aged`).
 
 A queue holds GPU seconds, so a request that was sent, and whose blocks still come, is not in it: an
 instance computes others meanwhile. vLLM's scheduler skips a request that waits for remote KV, and
@@ -72,6 +78,7 @@ class Queues:
     _class_s: Floats  # [classes, rows]
     _sized: Rows  # [classes, sizes, rows]: waiters of each size class, and their seconds
     _size_s: Floats
+    _size_at: Floats  # [classes, sizes, rows]: the sum of seconds · when they arrived
     _tenants: Rows  # [classes, rows]: tenants that have waiters
     _coming_s: Floats  # [rows]: seconds of those whose blocks still come
     _coming_at: Floats  # [rows]: the sum of seconds · when they are ready
@@ -315,9 +322,11 @@ class Queues:
         if not self._row_of:
             return running
         shares, class_s = self._shares, self._class_s
-        before = same = self._same_s(rows, number, class_s[number].take(rows), seconds, tenant)
+        ahead = running
         for higher in range(number):
-            before = before + class_s[higher].take(rows)
+            ahead = ahead + class_s[higher].take(rows)
+        same = self._same_s(rows, number, ahead, seconds, tenant, now)
+        before = ahead - running + same
         lower_share = sum(shares[number + 1 :])
         if lower_share:
             reserved = [at for at in range(number + 1, len(shares)) if shares[at]]
@@ -329,14 +338,19 @@ class Queues:
         return waits
 
     def _same_s(
-        self, rows: Rows, number: int, class_s: Floats, seconds: float, tenant: str
+        self, rows: Rows, number: int, ahead: Floats, seconds: float, tenant: str, now: float
     ) -> Floats:
-        """Seconds of the same class that are served before a new waiter, [rows]."""
-        order, same = self._settings.order, class_s
+        """Seconds of the same class that are served before a new waiter, [rows]; `ahead` are those
+        of what is computed and of higher classes."""
+        order, same = self._settings.order, self._class_s[number].take(rows)
         if order != "fcfs":
             size = _size(seconds)
-            sizes = slice(0, size + 1) if order == "shortest-first" else slice(size, _SIZES)
-            same = self._size_s[number, sizes].take(rows, axis=1).sum(axis=0)
+            sizes = slice(size + 1, _SIZES) if order == "shortest-first" else slice(0, size)
+            others = self._size_s[number, sizes].take(rows, axis=1).sum(axis=0)
+            arrived = self._size_at[number, sizes].take(rows, axis=1).sum(axis=0)
+            age_s = np.maximum(now - arrived / np.maximum(others, _TINY_S), 0.0)
+            first = same - others
+            same = first + _with_aged(ahead + first, others, age_s, self._settings.aging_s)
         if not self._settings.quantum_s:
             return same
         own, its_own = np.zeros(self._rows), self._tenant_s.get((number, tenant), {})
@@ -364,6 +378,7 @@ class Queues:
         size = _size(waiter.seconds)
         self._sized[number, size, row] += sign
         self._size_s[number, size, row] += sign * waiter.seconds
+        self._size_at[number, size, row] += sign * waiter.seconds * waiter.arrived_at
         self._count_tenant(row, waiter, number, sign)
         if waiter.fetch_s and sign > 0:
             self._fetch_s.setdefault(row, {})[waiter.request_id] = waiter.fetch_s
@@ -382,7 +397,7 @@ class Queues:
             self._class_s[number, row] = 0.0
         size = _size(waiter.seconds)
         if not self._sized[number, size, row]:
-            self._size_s[number, size, row] = 0.0
+            self._size_s[number, size, row] = self._size_at[number, size, row] = 0.0
 
     def _come(self, row: int, waiter: Waiter, ready_at: float) -> None:
         """The blocks of a waiter that is in no queue come at `ready_at`."""
@@ -440,6 +455,7 @@ class Queues:
         self._class_s = np.zeros((classes, rows))
         self._sized = np.zeros((classes, _SIZES, rows), np.int64)
         self._size_s = np.zeros((classes, _SIZES, rows))
+        self._size_at = np.zeros((classes, _SIZES, rows))
         self._tenants = np.zeros((classes, rows), np.int64)
         self._coming_s = np.zeros(rows)
         self._coming_at = np.zeros(rows)
@@ -452,7 +468,7 @@ class Queues:
         if row < self._rows:
             return
         more = max(self._rows, row + 1 - self._rows)
-        columns = ("_waiting", "_class_s", "_sized", "_size_s", "_tenants")
+        columns = ("_waiting", "_class_s", "_sized", "_size_s", "_size_at", "_tenants")
         for name in (*columns, "_coming_s", "_coming_at", "_coming_count"):
             column = getattr(self, name)
             empty = np.zeros((*column.shape[:-1], more), column.dtype)
@@ -460,6 +476,16 @@ class Queues:
         idle = np.full(more, -math.inf)
         self._running_until = np.concatenate((self._running_until, idle))
         self._rows += more
+
+
+def _with_aged(turn_s: Floats, others_s: Floats, age_s: Floats, aging_s: float) -> Floats:
+    """Seconds of others that will have aged by the turn of a request, which is in `turn_s` without
+    them. All [rows]."""
+    window_s = 2.0 * age_s
+    early_s = turn_s - (aging_s - window_s)  # since the first of them has aged
+    # The turn moves back by each that goes before it, so that more of them age.
+    aged: Floats = others_s * np.maximum(early_s, 0.0) / np.maximum(window_s - others_s, _TINY_S)
+    return np.where(early_s > 0.0, np.minimum(aged, others_s), 0.0)
 
 
 def _size(seconds: float) -> int:
