@@ -273,12 +273,14 @@ class Queues:
 
     def rows(self, until: float | None = None) -> list[int]:
         """The rows where somebody waits; with `until`, those whose prefills should have ended by
-        then, and those where somebody fetches, who is to be sent earlier."""
+        then, or would have if somebody there, who fetches, is sent as much earlier."""
         waiting = self._waiting.any(axis=0)
         if until is not None:
-            early = self._running_until < until
-            early[list(self._fetch_s)] = True
-            waiting &= early
+            ending = self._running_until < until
+            for row, fetching in self._fetch_s.items():
+                fetch_s = max(fetching.values(), default=0.0)
+                ending[row] = self._running_until.item(row) < until + fetch_s
+            waiting &= ending
         rows: list[int] = np.flatnonzero(waiting).tolist()
         return rows
 
