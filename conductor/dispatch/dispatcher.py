@@ -309,7 +309,7 @@ class Dispatcher:
         """Whether requests for the engine of a row are held."""
         return self.holding and row not in self._asking
 
-    def _free(self, row: int, now: float, fetch_s: float) -> bool:
+    def _free(self, row: int, now: float, fetch_s: float = 0.0) -> bool:
         """Whether one more, whose blocks come in `fetch_s`, may be ahead in the engine of a row."""
         engine = self._engines.get(row)
         if engine is None or not engine.places:
@@ -336,16 +336,25 @@ class Dispatcher:
     def _go_on(self, row: int, now: float, free_at: float = math.inf) -> None:
         """Release the queue's next ones while there are places. `free_at`: of the engine, if that
         was earlier, and it had them."""
-        while (first := self._queues.first(row, now)) is not None:
-            fetch_s = self._queues.fetch_s(row, first)
-            if not self._free(row, now, fetch_s):
-                return
+        while self._next_goes(row, now):
             waiter = self._queues.take(row, now, free_at)
-            assert waiter is not None
+            if waiter is None:
+                return
             self._ahead(row, waiter, now)
             self._end((waiter.request_id,))
-            if fetch_s:
+            if self._queues.ready_at(waiter.request_id) is not None:
                 self.sent(waiter.request_id, now)
+
+    def _next_goes(self, row: int, now: float) -> bool:
+        """Whether the next one in the queue may be ahead, which one that fetches may be earlier."""
+        fetch_s = self._queues.longest_fetch_s(row)
+        if not fetch_s:
+            return self._free(row, now)
+        soon = self._queues.running_s(row, now) < fetch_s + self._settings.ahead_s
+        if not soon and not self._free(row, now):
+            return False
+        first = self._queues.first(row, now)
+        return first is not None and self._free(row, now, self._queues.fetch_s(row, first))
 
     def _ahead(self, row: int, waiter: Waiter, now: float) -> None:
         engine = self._engines.setdefault(row, _Engine())

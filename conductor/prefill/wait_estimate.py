@@ -223,6 +223,10 @@ class Queues:
         """Seconds that the blocks of one in the queue of a row take to come once it is sent."""
         return self._fetch_s.get(row, {}).get(waiter.request_id, 0.0)
 
+    def longest_fetch_s(self, row: int) -> float:
+        """The longest of these times, of all in the queue of a row; 0 if nobody fetches."""
+        return max(self._fetch_s.get(row, {}).values(), default=0.0)
+
     def ready_at(self, request_id: str) -> float | None:
         """When the blocks of a waiter will have come; None if it is not coming."""
         coming = self._coming.get(request_id)
@@ -277,8 +281,8 @@ class Queues:
         waiting = self._waiting.any(axis=0)
         if until is not None:
             ending = self._running_until < until
-            for row, fetching in self._fetch_s.items():
-                fetch_s = max(fetching.values(), default=0.0)
+            for row in self._fetch_s:
+                fetch_s = self.longest_fetch_s(row)
                 ending[row] = self._running_until.item(row) < until + fetch_s
             waiting &= ending
         rows: list[int] = np.flatnonzero(waiting).tolist()
@@ -344,7 +348,8 @@ class Queues:
     ) -> Floats:
         """Seconds of the same class that are served before a new waiter, [rows]; `ahead` are those
         of what is computed and of higher classes."""
-        order, same = self._settings.order, self._class_s[number].take(rows)
+        order = self._settings.order
+        same: Floats = self._class_s[number].take(rows)
         if order != "fcfs":
             size = _size(seconds)
             sizes = slice(size + 1, _SIZES) if order == "shortest-first" else slice(0, size)
@@ -487,7 +492,8 @@ def _with_aged(turn_s: Floats, others_s: Floats, age_s: Floats, aging_s: float) 
     early_s = turn_s - (aging_s - window_s)  # since the first of them has aged
     # The turn moves back by each that goes before it, so that more of them age.
     aged: Floats = others_s * np.maximum(early_s, 0.0) / np.maximum(window_s - others_s, _TINY_S)
-    return np.where(early_s > 0.0, np.minimum(aged, others_s), 0.0)
+    found: Floats = np.where(early_s > 0.0, np.minimum(aged, others_s), 0.0)
+    return found
 
 
 def _size(seconds: float) -> int:

@@ -226,6 +226,18 @@ def test_it_is_sent_earlier_by_as_long_as_its_blocks_take_to_come() -> None:
     assert made.ended() == ["c"]
 
 
+def test_to_look_for_who_fetches_gives_no_tenant_its_turn() -> None:
+    """Who comes after the look, and before a release, still has its share."""
+    made = dispatcher(quantum_s=0.5)
+    flood = [Waiter(f"f{n}", 4.0, 0.0, tenant="flooding", fetch_s=8.0 * (n == 3)) for n in range(4)]
+    assert fill(made, *flood) == ["f1", "f2", "f3"]
+    made.tick(1.0)
+    small = Waiter("s", 0.5, 1.0, tenant="small")
+    assert fill(made, small, now=1.0) == ["s"]
+    made.leave(ROW, "f0", 4.0)
+    assert made.ended() == ["s"]
+
+
 def test_an_engine_does_not_stand_still_for_blocks_that_come() -> None:
     made = dispatcher(ahead_s=0.25)
     assert fill(made, fetching("f", 9.0), waiter("a"), waiter("c")) == ["c"]
