@@ -20,10 +20,10 @@ by one for each conductor at most, and if the others have nothing there, one has
 
 **Blocks that are fetched** come once the request is sent: an engine begins then, and computes
 others meanwhile. Such a request waits for its turn as all others do, or whoever fetches would pass
-all that are held. It is sent as much earlier as its blocks take to come (`Waiter.fetch_s`): as soon
-as all that is ahead should end within `ahead_s` of when they could be there. So it is computed in
-its turn, and no engine stands still for it. It has its place from then on, but is computed once
-its blocks are there: before those that were sent after it, and not before the one that is computed.
+all that are held. But all that wait are sent earlier, in their order, by as long as the blocks of
+any of them take to come (`Waiter.fetch_s`, at most `FETCH_AHEAD_S_MAX`), so that these are there at
+its turn. It has a place from its release on, and is computed once its blocks are there: before
+those that were sent after it, and not before the one that is computed.
 
 **Engines that ask** (`asks`) are sent everything at once and ask which request to compute: `next`
 answers in the queue's order. So nothing is held for them, and one request counts as being computed.
@@ -93,14 +93,14 @@ class _Engine:
         ready = (name for name, one in self.released.items() if one.ready_at is None)
         return next(ready, None)
 
-    def busy_s(self, running_s: float, fetch_s: float, now: float) -> float:
-        """Seconds until the engine stands still, or would but for one whose blocks come in
-        `fetch_s`. `running_s`: left of what has its blocks."""
+    def busy_s(self, running_s: float, until_s: float, now: float) -> float:
+        """Seconds until the engine stands still, which it may do up to `until_s` from now.
+        `running_s`: left of what has its blocks."""
         busy_s = running_s
         coming = [one for one in self.released.values() if one.ready_at is not None and one.counts]
         for one in sorted(coming, key=_ready_at):
             ready_s = _ready_at(one) - now
-            if ready_s > max(busy_s, fetch_s):
+            if ready_s > max(busy_s, until_s):
                 break
             busy_s = max(busy_s, ready_s) + one.waiter.seconds
         return busy_s
@@ -320,10 +320,11 @@ class Dispatcher:
         most = max(1, round(settings.ahead_max * share))
         if engine.places < most:
             return True
-        busy_s = engine.busy_s(self._queues.running_s(row, now), fetch_s, now)
+        ahead_s = settings.ahead_s * share
+        busy_s = engine.busy_s(self._queues.running_s(row, now), max(fetch_s, ahead_s), now)
         if not engine.seconds and busy_s <= fetch_s:  # it stands still
             return True
-        return busy_s < fetch_s + settings.ahead_s * share
+        return busy_s < fetch_s + ahead_s
 
     def _share(self, row: int, engine: _Engine) -> float:
         """This conductor's share of the places at a row."""
@@ -346,15 +347,9 @@ class Dispatcher:
                 self.sent(waiter.request_id, now)
 
     def _next_goes(self, row: int, now: float) -> bool:
-        """Whether the next one in the queue may be ahead, which one that fetches may be earlier."""
+        """Whether the next one in the queue may be ahead, or has to be, for one that fetches."""
         fetch_s = self._queues.longest_fetch_s(row)
-        if not fetch_s:
-            return self._free(row, now)
-        soon = self._queues.running_s(row, now) < fetch_s + self._settings.ahead_s
-        if not soon and not self._free(row, now):
-            return False
-        first = self._queues.first(row, now)
-        return first is not None and self._free(row, now, self._queues.fetch_s(row, first))
+        return self._free(row, now) or (fetch_s > 0.0 and self._free(row, now, fetch_s))
 
     def _ahead(self, row: int, waiter: Waiter, now: float) -> None:
         engine = self._engines.setdefault(row, _Engine())

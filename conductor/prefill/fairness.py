@@ -168,20 +168,6 @@ class Ring:
                 self._skip_rounds(now)
                 fruitless = 0
 
-    def peek(self, now: float) -> Waiter:
-        """The same, with the turns left as they are: whoever comes before one is taken may still be
-        served first. O(tenants)."""
-        turns, given = (
-            [(name, place.deficit_s) for name, place in self._places.items()],
-            self._given,
-        )
-        head = self.first(now)
-        for name, deficit_s in turns:
-            self._places.move_to_end(name)
-            self._places[name].deficit_s = deficit_s
-        self._given = given
-        return head
-
     def take(self, now: float) -> Waiter:
         """Remove and return the next waiter, and charge its seconds to its tenant."""
         waiter = self.first(now)

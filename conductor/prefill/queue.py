@@ -34,7 +34,7 @@ from ..errors import Conflict, InvalidRequest
 from .fairness import Order, Ring, Waiter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 # Over 11 days: an estimate beyond it is a mistake in a profile, and would block a queue for good.
 SECONDS_MAX = 1e6
@@ -195,7 +195,7 @@ class PrefillQueue:
 
     def first(self, now: float) -> Waiter | None:
         """The next waiter, which stays in the queue; None if the queue is empty."""
-        picked = self._pick(now, Ring.peek)
+        picked = self._pick(now)
         return None if picked is None else picked[1]
 
     def take(self, now: float) -> Waiter | None:
@@ -237,9 +237,7 @@ class PrefillQueue:
         """The number of a waiter's class; the lowest one if its own no longer exists."""
         return self._numbers.get(waiter.priority, len(self._classes) - 1)
 
-    def _pick(
-        self, now: float, first: Callable[[Ring, float], Waiter] = Ring.first
-    ) -> tuple[int, Waiter, bool] | None:
+    def _pick(self, now: float) -> tuple[int, Waiter, bool] | None:
         """The next waiter with its class's number, and whether it is served ahead of a higher class
         with waiters."""
         top: tuple[int, Waiter, bool] | None = None
@@ -247,8 +245,8 @@ class PrefillQueue:
             if not one.waiting:
                 continue
             if top is None:
-                top = (number, first(one.ring, now), False)
-            elif one.earned_s > 0.0 and one.earned_s >= (head := first(one.ring, now)).seconds:
+                top = (number, one.ring.first(now), False)
+            elif one.earned_s > 0.0 and one.earned_s >= (head := one.ring.first(now)).seconds:
                 return number, head, True
         return top
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tiffin.conductor.dispatch.dispatcher import LATE_S_MIN, Dispatcher
 from tiffin.conductor.prefill.fairness import Waiter
 from tiffin.conductor.prefill.queue import PriorityClass, QueueSettings
-from tiffin.conductor.prefill.wait_estimate import Queues
+from tiffin.conductor.prefill.wait_estimate import FETCH_AHEAD_S_MAX, Queues
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -226,16 +226,23 @@ def test_it_is_sent_earlier_by_as_long_as_its_blocks_take_to_come() -> None:
     assert made.ended() == ["c"]
 
 
-def test_to_look_for_who_fetches_gives_no_tenant_its_turn() -> None:
-    """Who comes after the look, and before a release, still has its share."""
-    made = dispatcher(quantum_s=0.5)
-    flood = [Waiter(f"f{n}", 4.0, 0.0, tenant="flooding", fetch_s=8.0 * (n == 3)) for n in range(4)]
-    assert fill(made, *flood) == ["f1", "f2", "f3"]
-    made.tick(1.0)
-    small = Waiter("s", 0.5, 1.0, tenant="small")
-    assert fill(made, small, now=1.0) == ["s"]
-    made.leave(ROW, "f0", 4.0)
-    assert made.ended() == ["s"]
+def test_what_goes_before_one_that_fetches_is_sent_earlier_too() -> None:
+    """In the queue's order, and for so long at most that a higher class does not wait for ever."""
+    made = dispatcher(ahead_s=0.25)
+    waiting = (waiter("b"), fetching("f", 2.0), waiter("c"))
+    assert fill(made, waiter("a", seconds=4.0), *waiting) == ["b", "f", "c"]
+    made.tick(1.7)
+    assert made.ended() == []
+    made.tick(1.8)
+    assert made.ended() == ["b"], "b should end at 5, and f be there"
+    made.tick(2.8)
+    assert made.ended() == ["f"]
+    slow = dispatcher()
+    assert fill(slow, waiter("a", seconds=9.0), waiter("b"), fetching("f", 60.0)) == ["b", "f"]
+    slow.tick(9.0 - FETCH_AHEAD_S_MAX - 0.1)
+    assert slow.ended() == []
+    slow.tick(9.0 - FETCH_AHEAD_S_MAX + 0.1)
+    assert slow.ended() == ["b"]
 
 
 def test_an_engine_does_not_stand_still_for_blocks_that_come() -> None:
@@ -296,7 +303,7 @@ def test_one_whose_blocks_come_is_given_up() -> None:
 def test_whoever_books_transfers_is_told_when_one_that_was_held_is_sent() -> None:
     made, sent = dispatcher(), list[tuple[str, float]]()
     made.sent = lambda name, now: sent.append((name, now))
-    fill(made, waiter("a"), fetching("f", 0.5), fetching("g", 0.5))
+    fill(made, waiter("a"), fetching("f", 0.5), waiter("c"), fetching("g", 0.5))
     made.leave(ROW, "a", 1.0)
     assert sent == [("f", 1.0)]
     made.configure(settings_of(ahead_max=0), 1.25)
