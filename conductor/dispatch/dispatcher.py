@@ -226,6 +226,7 @@ class Dispatcher:
             self._end((waiter.request_id,))
             names.append(waiter.request_id)
         for name in names:
+            self.fetched(name, now)  # its engine computes it now
             engine.released[name].given = True
         return names
 
@@ -382,14 +383,15 @@ class Dispatcher:
     def _ready(self, row: int, request_id: str, at: float) -> None:
         """The engine has a request already whose blocks have come, and computes it in its turn."""
         engine = self._engines.get(row)
-        sent = engine is not None and request_id in engine.released
-        if not sent and not self._holds_at(row):
+        one = None if engine is None else engine.released.get(request_id)
+        coming = one is not None and one.ready_at is not None
+        if not coming and not self._holds_at(row):
             self._go_on(row, at)
             return
         found = self._queues.remove(request_id)
         assert found is not None
         self._queues.start(row, found[1], at)
-        if engine is not None and sent:
+        if engine is not None and coming:
             self._expect_end(row, engine.ready(request_id), at)
         else:  # it was sent before anything was held
             self._ahead(row, found[1], at)

@@ -268,6 +268,18 @@ def test_what_has_come_is_computed_before_what_was_sent_after_it() -> None:
     assert queues.running_s(ROW, 3.5) == 4.0
 
 
+@pytest.mark.parametrize("ahead_max", [0, 1])
+def test_blocks_of_several_that_are_due_at_once(ahead_max: int) -> None:
+    """The one that comes first may be the next one's turn."""
+    queues = Queues(settings_of(ahead_max=ahead_max))
+    made = Dispatcher(queues, settings_of(ahead_max=ahead_max))
+    fill(made, fetching("n", 0.25), fetching("h", 0.25, "high"), fetching("l", 0.25, "low"))
+    made.tick(1.0)
+    for name in ("h", "n", "l"):
+        made.leave(ROW, name, 2.0)
+    assert (len(queues), made.ahead(ROW)) == (0, 0)
+
+
 def test_an_engine_that_has_begun_has_the_blocks() -> None:
     queues = Queues(settings_of())
     made = Dispatcher(queues, settings_of())
