@@ -2,11 +2,13 @@
 #
 #   make demo     the main job: a conductor, two prefill and two decode workers with a real
 #                 transformer, one pool over two nodes, and an overload
-#   make test     the tests that fit in ten minutes on two cores
-#   make coverage   the same, and which lines they did not run: a third longer
+#   make test     the fast tests, the same ones each time: three minutes on two cores
+#   make test-all   what `make test` leaves out: random exploration, every kind of client, whole
+#                 processes, benches and the demo; then the campaigns, alone
+#   make coverage   `make test`, and which lines it did not run: a third longer
 #   make engines  an environment with a real vLLM on the CPU, 3 GB in .venv-engines
 #   make test-engines  the same, and the tests with it: three quarters of an hour on two cores
-#   make test-slow  the kill -9 and corruption campaigns
+#   make test-slow  the last part of test-all: the kill -9 and corruption campaigns
 #   make test-campaign  half a million checked gets under kills, stops and a relay, and interrupts at
 #                 random times; half an hour. GETS=, INTERRUPTS= (of each kind of client), SEED=
 #   make test-soak  half an hour of load on a gateway under kills. MINUTES=, SEED=
@@ -38,23 +40,30 @@ BIN := $(VENV)/bin
 comma := ,
 PACKAGES := kvstore messenger kernels conductor bench
 EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,bench,redis,conductor,tracing,dev
+# What is known to work together: `make test CONSTRAINTS=` takes the newest of everything.
+CONSTRAINTS ?= tests/constraints.txt
+CONSTRAIN := $(addprefix --constraint ,$(CONSTRAINTS))
 # Nearly all files of tests stay whole, as their fixtures start servers. `loadfile` would keep all of
-# them whole, but runs only one of several tests with one name, as those of schemathesis have. The
-# slow campaigns measure, and have the cores alone.
-PARALLEL := --numprocesses logical --maxprocesses 8 --dist worksteal
+# them whole, but runs only one of several tests with one name, as those of schemathesis have. One
+# more than there are cores, as tests wait for processes and deadlines. The slow campaigns measure,
+# and have the cores alone.
+WORKERS := $(shell echo $$(($$(nproc) + 1)))
+PARALLEL := --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+# Tests start hundreds of processes: each would compile our packages anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test coverage engines test-engines test-slow test-campaign test-soak lint format bench bench-peers evidence clean
+.PHONY: help venv demo test test-all test-rest coverage engines test-engines test-slow test-campaign test-soak lint format bench bench-peers evidence clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 venv: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml Makefile
+$(VENV)/.ready: pyproject.toml Makefile $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet $(if $(strip $(TORCH)),"$(TORCH)") --editable ".[$(EXTRAS)]"
+	$(BIN)/pip install --quiet $(CONSTRAIN) $(if $(strip $(TORCH)),"$(TORCH)") --editable ".[$(EXTRAS)]"
 	touch $@
 
 $(ENGINES)/.ready: pyproject.toml Makefile tests/engines/install.sh
@@ -80,6 +89,12 @@ demo: venv
 
 test: venv
 	$(BIN)/pytest $(PARALLEL)
+
+# What it finds is printed with the seed and the @reproduce_failure line that repeat it.
+test-all: test-rest test-slow
+
+test-rest: venv
+	$(BIN)/pytest $(PARALLEL) -m "(full or hypothesis) and not slow" --hypothesis-profile=explore
 
 coverage: venv
 	$(BIN)/pytest $(PARALLEL) --cov --cov-report=term-missing:skip-covered

@@ -7,9 +7,13 @@ which a decoder has no rule is cleaned (`printable`) before it is shown.
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidInput
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Names are shown in tables, to be read by people.
 NAME_MAX = 200
@@ -27,6 +31,21 @@ def check_name(name: str) -> str:
             f"not {shown}, of {len(name)}"
         )
     return name
+
+
+# sun_path of unix(7), without the zero at its end.
+SOCKET_PATH_MAX = 107
+
+
+def check_socket_path(path: Path) -> Path:
+    """`path` if a unix socket can have it. Raises InvalidInput."""
+    nbytes = len(os.fsencode(path))
+    if nbytes > SOCKET_PATH_MAX:
+        raise InvalidInput(
+            f"the path of a unix socket has at most {SOCKET_PATH_MAX} bytes, and "
+            f"{shown(str(path))} has {nbytes}; choose a shorter one"
+        )
+    return path
 
 
 def printable(value: Any) -> Any:

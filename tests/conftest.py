@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterator
 
 # `--import-mode=importlib` puts no folder on the path. Helpers of the store's tests live in
 # tests/kvstore/kvsupport.py, a module name that is used nowhere else.
@@ -34,9 +37,13 @@ for variable in ("COLUMNS", "LINES"):
 
 # No deadline: a shared machine with two cores is slow at times. pytest-timeout ends hung tests.
 settings.register_profile(
-    "tiffin", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "explore", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("tiffin")
+# The same examples in every run. `make test-all` looks for others (--hypothesis-profile=explore).
+settings.register_profile(
+    "fixed", settings.get_profile("explore"), derandomize=True, max_examples=30, database=None
+)
+settings.load_profile("fixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,6 +88,42 @@ def pytest_collection_finish() -> None:
     """Modules live until the end: keep the garbage collector from scanning them repeatedly."""
     gc.collect()
     gc.freeze()
+
+
+# By process id, the test during which it was first seen.
+_children: dict[int, str] = {}
+# Python's own, which end with this process.
+_STAYS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+
+
+def _running() -> set[int]:
+    """The processes that this one has started and that run."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found.update(map(int, (thread / "children").read_bytes().split()))
+    return found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    for process in _running():
+        _children.setdefault(process, nodeid)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_running() -> Iterator[None]:
+    """The tests' processes end with them. It is torn down last, after all that tests share."""
+    yield
+    left = []
+    for process in _running():
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{process}/cmdline").read_bytes()  # nothing, if it has ended
+            if command and not any(name in command for name in _STAYS):
+                os.kill(process, signal.SIGKILL)
+                shown = command.replace(b"\0", b" ").decode(errors="replace")
+                left.append(f"{_children.get(process, 'the last test')} left {process}: {shown}")
+    assert not left, "\n".join(left)
 
 
 def pytest_unconfigure() -> None:

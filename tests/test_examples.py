@@ -333,6 +333,7 @@ def of(kind: Iterable[str]) -> Any:
     return pytest.mark.parametrize("example", [one for one, how in RUN if how in kind], ids=str)
 
 
+@pytest.mark.full
 @of(PLAYS)
 def test_it_runs(example: Example, stage: Stage) -> None:
     how = _begins(example, PLAYS)
@@ -353,11 +354,13 @@ def test_rows_of_benchmarks_are_ones(example: Example) -> None:
     assert set(re.findall(r"--row (\S+)", example.command)) <= set(rows)
 
 
+@pytest.mark.full
 @of(["tiffin status"])
 def test_it_asks_a_node(example: Example, with_node: Stage) -> None:
     _status(with_node, example.command)
 
 
+@pytest.mark.full
 @of([start for start in ASKING if "conductor" in start])
 def test_it_asks_a_conductor(example: Example, with_conductor: Stage) -> None:
     _asks_conductor(with_conductor, example.command)

@@ -123,7 +123,19 @@ def _show(
 def status_table(numbers: dict[str, Any]) -> Group:
     """`Client.statistics()` as tables for people; nothing in it commands their terminal."""
     numbers = printable(numbers)
-    return Group(_tiers_table(numbers), _counters_table(numbers), _clients_table(numbers))
+    return Group(
+        *_socket_line(numbers),
+        _tiers_table(numbers),
+        _counters_table(numbers),
+        _clients_table(numbers),
+    )
+
+
+def _socket_line(numbers: dict[str, Any]) -> list[Text]:
+    found = numbers.get("socket", {"healthy": True})
+    if found["healthy"]:
+        return []
+    return [Text(f"no client finds this node at {found['path']}: see its log", style="bold red")]
 
 
 def _tiers_table(numbers: dict[str, Any]) -> Table:

@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import time
+from array import array
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ from tiffin.messenger.wire.framing import FrameDecoder, encode_frame
 from .. import deadlines, errors
 from ..errors import DeadlineExceeded, NodeUnavailable, ProtocolError, TiffinError
 from ..node.core import messages
+from ..text import check_socket_path
 from .frame_queues import Inbox, Outbox, remaining_s
 from .lease_lifetime import Lending, undo
 from .region_mapping import Mapping
@@ -204,8 +206,10 @@ def handshake(
 ) -> tuple[socket.socket, messages.Welcome, Mapping]:
     """Connect, say hello, and map the region whose descriptor comes back, all within `timeout_s`.
 
-    Raises NodeUnavailable, VersionMismatch, ProtocolError.
+    Raises NodeUnavailable, VersionMismatch, ProtocolError; InvalidInput for a path that is too
+    long for a socket.
     """
+    check_socket_path(path)
     timeout_s = deadlines.left_s(timeout_s)
     deadline = time.monotonic() + timeout_s
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -218,8 +222,7 @@ def handshake(
         with contextlib.suppress(BrokenPipeError):  # the node refused already; its reply says why
             sock.sendall(encode_frame(messages.encoder.encode(hello)))
         sock.settimeout(remaining_s(deadline))
-        data, descriptors, _, _ = socket.recv_fds(sock, 65536, 1, socket.MSG_CMSG_CLOEXEC)
-        return sock, *_welcome(path, data, descriptors)
+        return sock, *_welcome(path, *_received(sock))
     except TiffinError:
         sock.close()
         raise
@@ -228,6 +231,18 @@ def handshake(
         raise NodeUnavailable(
             f"no node answers at {path}: {error}. Start one with: tiffin node --socket {path}"
         ) from error
+
+
+def _received(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """A message and its descriptors, which no child of this process inherits: `socket.recv_fds`
+    ignores its flags up to Python 3.13."""
+    room = socket.CMSG_LEN(array("i").itemsize)
+    data, ancillary, _, _ = sock.recvmsg(65536, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    return data, list(descriptors)
 
 
 def _check_owner(sock: socket.socket, path: Path) -> None:

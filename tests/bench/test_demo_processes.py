@@ -74,15 +74,19 @@ def test_a_child_that_is_busy_ends_when_the_demo_is_killed(tmp_path: Path) -> No
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
     ) as parent:
-        assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
+        child = None
         try:
-            wait_until(lambda: "busy_child" in child.cmdline()[-1], "it has begun")
+            assert parent.stdout is not None
+            child = psutil.Process(int(parent.stdout.readline()))
+            # It has no command line while it is being started.
+            wait_until(lambda: "busy_child" in " ".join(child.cmdline()), "it has begun")
             parent.kill()
             wait_until(lambda: ended(child), "it has ended")
         finally:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+            parent.kill()  # the end of `with` waits for it
+            if child is not None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 def test_answers_come_in_the_order_of_the_names(children: list[EngineProcess]) -> None:

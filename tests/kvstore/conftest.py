@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from certsupport import make_authority
 from kvsupport import NVME_BLOCKS, SLACK_S, Daemon, LoopThread, PoolOptions
-from waysupport import WAYS, Host, NetworkNode, Pool, TwoNodes
+from waysupport import FAST_WAYS, WAYS, Host, NetworkNode, Pool, TwoNodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from certsupport import Authority
 
     from tiffin.kvstore.node.node import Node
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            way = item.callspec.params.get("way")
+            if way in WAYS and way not in FAST_WAYS:
+                item.add_marker("full")
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ PREFIX = fresh_prefix(1)
 
 
 GOOD: dict[str, Any] = {
-    "match": {"prefix": PREFIX},
+    "match": {"prefix": PREFIX, "timeout_s": 0.05},  # it may be told to wait for blocks
     "exists": {"prefix": PREFIX},
     "get": {"prefix": PREFIX},
     "put": {"prefix": PREFIX, "payloads": payloads_of(PREFIX)},

@@ -43,6 +43,9 @@ _numbers = itertools.count(1)
 # nodes, one of which is home.
 KINDS = ("embedded", "daemon", "network", "pool")
 WAYS = tuple(f"{client}-{kind}" for client in ("sync", "asyncio") for kind in KINDS)
+# Those of which `make test` has every test: a node's memory by its socket, without asyncio, and
+# several nodes with it. `make test-all` has the others.
+FAST_WAYS = ("sync-daemon", "asyncio-pool")
 # The ways in which views and slots are the node's own memory, so that a client holds leases.
 IN_PLACE_WAYS = tuple(way for way in WAYS if not way.endswith("network"))
 

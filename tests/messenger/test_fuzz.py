@@ -106,6 +106,7 @@ def send(server: Server, data: bytes, *, trusted: bool) -> None:
 COUNTS = [2000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_server_survives(victim: Server, count: int) -> None:
     chance = random.Random(count)

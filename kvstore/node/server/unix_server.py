@@ -30,6 +30,7 @@ from tiffin.messenger.wire.framing import FrameDecoder, encode_frame
 
 from ...errors import InvalidInput, NodeUnavailable, ProtocolError, TiffinError, VersionMismatch
 from ..core import messages
+from .socket_file import SocketFile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,29 +233,44 @@ class ClientConnection(asyncio.BufferedProtocol):
 
 
 class UnixServer:
-    """Listens on `path` for one node. `async with` it; raises NodeUnavailable if it cannot listen
-    there (another node does, or the directory is not writable)."""
+    """Listens on `path` for one node. `async with` it; raises as `SocketFile.listen`.
+
+    A socket whose file was removed, as cleaners of temporary folders do, is made again; while that
+    fails, `socket.healthy` in the node's statistics is false.
+    """
 
     def __init__(self, node: Node, path: Path) -> None:
         self.node = node
-        self.path = path
+        self._file = SocketFile(path)
         self.connections: set[ClientConnection] = set()
         self.loop = asyncio.get_running_loop()
         self._listener: asyncio.AbstractServer | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self._relisten: asyncio.Task[None] | None = None
         self._awaited: dict[int, tuple[int, Session]] = {}  # by pidfd
 
     async def __aenter__(self) -> UnixServer:
-        sock = _listen(self.path)
+        await self._listen()
+        self.node.extra_numbers["socket"] = lambda: {
+            "path": str(self._file.path),
+            "healthy": self._file.is_there(),
+        }
+        self._sweep()
+        return self
+
+    async def _listen(self) -> None:
+        sock = self._file.listen()
+        if self._listener is not None:
+            self._listener.close()  # connections that it has accepted go on
         self._listener = await self.loop.create_unix_server(
             lambda: ClientConnection(self), sock=sock
         )
-        self._sweep()
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
+        if self._relisten is not None:
+            self._relisten.cancel()
         if self._listener is not None:
             self._listener.close()
         for connection in list(self.connections):
@@ -262,8 +278,7 @@ class UnixServer:
         await asyncio.sleep(0)
         for pidfd in list(self._awaited):
             self._exited(pidfd)
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        self._file.remove()
 
     def check_room(self, pid: int) -> None:
         """Raises NodeUnavailable for too many connections, in total or of this process."""
@@ -295,46 +310,19 @@ class UnixServer:
             if connection.waiting_since is not None and connection.waiting_since < oldest:
                 log.warning("hanging up on a client that took too long over one frame")
                 connection.hang_up()
+        if not self._file.is_there() and (self._relisten is None or self._relisten.done()):
+            self._relisten = self.loop.create_task(self._listen_again())
         self._sweeper = self.loop.call_later(_SWEEP_S, self._sweep)
 
-
-def _listen(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = path.parent.stat().st_uid
-        if owner not in (0, os.getuid()):
-            raise NodeUnavailable(
-                f"{path.parent} belongs to user {owner}, who could replace the socket"
-            )
-        if path.exists():
-            _remove_stale(path)
-        old_mask = os.umask(0o177)
+    async def _listen_again(self) -> None:
+        """After somebody removed the socket's file, or another node took its place."""
+        path = self._file.path
         try:
-            sock.bind(str(path))
-        finally:
-            os.umask(old_mask)
-        sock.listen(128)
-        sock.setblocking(False)
-    except NodeUnavailable:
-        sock.close()
-        raise
-    except OSError as error:
-        sock.close()
-        raise NodeUnavailable(f"can't listen on {path}: {error}") from error
-    return sock
-
-
-def _remove_stale(path: Path) -> None:
-    """Unlink the socket of a killed node. Raises NodeUnavailable if a node still listens on it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-            return
-    raise NodeUnavailable(f"another node listens on {path}; choose another --socket")
+            await self._listen()
+        except TiffinError as error:
+            log.error("clients no longer find this node at %s: %s", path, error)
+        else:
+            log.warning("the socket %s was removed; this node listens there again", path)
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tiffin.bench.reproduce.papers import ours_against_all
 from tiffin.bench.reproduce.registry import Effort
 from tiffin.bench.reproduce.setups.contest import ALL
 from tiffin.bench.traces.generator import generate
 
 if TYPE_CHECKING:
-    import pytest
-
     from tiffin.bench.traces.trace import Trace
 
 EFFORT = Effort(seeds=(0,))
@@ -25,6 +25,7 @@ def told(text: str) -> None:
     pass
 
 
+@pytest.mark.full
 def test_every_policy_has_a_row_at_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours_against_all, "_like_conversation", small)
     found = ours_against_all.conversations(EFFORT, told)

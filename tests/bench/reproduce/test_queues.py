@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tiffin.bench.reproduce.goals import queues
 from tiffin.bench.reproduce.goals.queues import AT_ONCE, DEFAULT, Times
 from tiffin.bench.reproduce.registry import Effort
 
 if TYPE_CHECKING:
-    import pytest
-
     from tiffin.bench.reproduce.evidence import Statement
 
 FEW, MANY = Times(2.0, 5.0), Times(50.0, 100.0)
@@ -30,6 +30,7 @@ def test_it_may_not_hold() -> None:
     assert not said(still=0.01)[-1].holds
 
 
+@pytest.mark.full
 def test_each_way_and_order_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "SPAN_S", 40.0)
     monkeypatch.setattr(queues, "AT_ONCE_REQUESTS", 10)

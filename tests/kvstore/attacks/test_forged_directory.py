@@ -11,6 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import pytest
 from attacks.forger import Trap
 from kvsupport import assert_right, fresh_prefix, wait_until
 
@@ -20,7 +21,6 @@ from tiffin.conductor.service.order_sender import OrderCarrier
 from tiffin.kvstore.directory import open_directory
 
 if TYPE_CHECKING:
-    import pytest
     from attacks.forger import Forger
     from attacks.tokenpool import TokenPool
 
@@ -47,6 +47,7 @@ def test_forged_nodes_with_much_room_take_no_puts(pool: TokenPool, forger: Forge
     assert trap.caught == 0
 
 
+@pytest.mark.full
 def test_nobody_connects_to_a_forged_address(pool: TokenPool, forger: Forger) -> None:
     """Neither clients, nor nodes (which copy from each other), nor commands, nor a conductor."""
     with Trap() as trap, contextlib.closing(pool.open()) as client:

@@ -337,6 +337,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
             self._folder.cleanup()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("patient")
 def test_the_store_never_returns_what_was_not_put() -> None:
     run_state_machine_as_test(

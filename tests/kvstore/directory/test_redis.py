@@ -159,6 +159,7 @@ def test_a_full_redis_refuses_to_publish_and_is_still_read(
     directory.publish(number, KEYS, [], 41)
 
 
+@pytest.mark.full
 def test_a_replica_is_read_and_not_written(
     own_redis: RedisServer, open_redis: OpenRedis, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import socket
 import struct
@@ -31,8 +32,10 @@ from kvsupport import (
     payloads_of,
     wait_until,
 )
+from rich.console import Console
 
 from tiffin.kvstore import Client
+from tiffin.kvstore.cli.status import status_table
 from tiffin.kvstore.errors import NodeUnavailable
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.server import unix_server
@@ -353,6 +356,7 @@ class TestConnections:
             raw.send(frame(["goodbye", 3]))
             raw.close()
 
+    @pytest.mark.full
     def test_without_a_goodbye_extents_wait_for_the_end_of_the_process(
         self, daemon: Daemon
     ) -> None:
@@ -384,6 +388,7 @@ class TestConnections:
             for one in blocks:
                 client.remove(one)
 
+    @pytest.mark.full
     def test_random_frames_harm_nobody(self, daemon: Daemon, commands_folder: Path) -> None:
         seed = 20_240_817
         print(f"seed {seed}")
@@ -543,6 +548,34 @@ class TestLimits:
         with pytest.raises(NodeUnavailable, match="another node listens"):
             loop_thread.call(_listen_at, in_process.socket)
         Client.open(in_process.url).close()
+
+    def test_children_of_a_client_inherit_no_descriptor_of_it(self, in_process: InProcess) -> None:
+        with Client.open(in_process.url):
+            for name in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):  # that of the listing itself
+                    if "memfd:" in os.readlink(f"/proc/self/fd/{name}"):
+                        assert not os.get_inheritable(int(name)), name
+
+    def test_a_socket_that_was_removed_is_made_again(self, in_process: InProcess) -> None:
+        with Client.open(in_process.url) as before:
+            in_process.socket.unlink()
+            wait_until(lambda: _opens(in_process.url), "the node listens there again")
+            assert before.statistics()["socket"]["healthy"]
+
+    def test_where_another_took_its_place_its_health_says_so(self, in_process: InProcess) -> None:
+        with Client.open(in_process.url) as before:
+            in_process.socket.unlink()
+            in_process.socket.mkdir()
+            wait_until(lambda: not before.statistics()["socket"]["healthy"], "it is said")
+            assert "no client finds this node" in shown(status_table(before.statistics()))
+            in_process.socket.rmdir()
+            wait_until(lambda: before.statistics()["socket"]["healthy"], "it is mended")
+
+
+def shown(table: Any) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
 
 
 async def _listen_at(path: Path) -> None:
