@@ -1,4 +1,4 @@
-"""A plain install has every command: what a command lacks is named, with one line that installs it."""
+"""A plain install has every command; what one lacks is named, with a line that installs it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONAL = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["opti
 ELSEWHERE = {"dev", "nixl"}
 
 REDIS = "redis://127.0.0.1:1"
-SERVICE = "aiohttp, fastapi, httptools, httpx, httpx_sse, prometheus_client, pydantic, uvicorn, zmq"
+SERVICE = "aiohttp, fastapi, httptools, httpx, httpx_sse, prometheus_client, uvicorn, zmq"
 # What each says in a plain install: its exit status, and its end.
 LACKING = {
     f"status {REDIS}": (2, "a directory in Redis needs redis; ", "redis"),
@@ -40,7 +40,9 @@ LACKING = {
         2, f"the conductor needs {SERVICE}, redis, opentelemetry; ", "conductor,redis,tracing",
     ),
     "conductor status": (2, f"the conductor's client needs {SERVICE}; ", "conductor"),
-    "conductor add http://127.0.0.1:1": (2, f"the conductor's client needs {SERVICE}; ", "conductor"),
+    "conductor add http://127.0.0.1:1": (
+        2, f"the conductor's client needs {SERVICE}; ", "conductor",
+    ),
     "profile http://127.0.0.1:1": (2, f"the profiler needs {SERVICE}; ", "conductor"),
     "gateway": (2, f"the gateway needs {SERVICE}; ", "conductor"),
     "gateway check gateway.toml": (2, f"the gateway needs {SERVICE}; ", "conductor"),
@@ -49,7 +51,8 @@ LACKING = {
         "bench,conductor,engines,redis",
     ),
     "demo --nodes 1": (
-        3, f"the demo needs torch, transformers, matplotlib, {SERVICE}; ", "bench,conductor,engines",
+        3, f"the demo needs torch, transformers, matplotlib, {SERVICE}; ",
+        "bench,conductor,engines",
     ),
     "demo --engine vllm": (3, f"the demo needs {SERVICE}; ", "conductor"),
     "simulate trace.jsonl --plots plots": (2, "a plot needs matplotlib; ", "bench"),
@@ -96,11 +99,12 @@ def test_what_is_needed_is_named_with_one_line() -> None:
     assert missing_extra(ModuleNotFoundError("no name")) is None
 
 
+@pytest.mark.full
 def test_every_measurement_is_there() -> None:
     """They are named by strings, and imported when they run."""
     for suite in (STORE, NETWORK, CONDUCTOR, GATEWAY, PEERS, VLLM):
         for name, measure in suite.measurements.items():
-            with pytest.raises(AttributeError, match="'None'|NoneType"):
+            with pytest.raises(AttributeError, match="NoneType"):
                 measure(None)  # type: ignore[arg-type]
             assert name
 
@@ -108,15 +112,16 @@ def test_every_measurement_is_there() -> None:
 def test_a_plain_install_has_every_command() -> None:
     helps = [[*name.split()[1:], "--help"] for name, _ in leaves(program())]
     bench = [f"bench {words}" for words in LEFT_OUT]
+    absent = EXTRA_OF.keys() - {"pydantic"}  # which newer releases of typer bring
     commands = [["--version"], ["--help"], *helps, *map(str.split, (*LACKING, *bench))]
     with tempfile.TemporaryDirectory(prefix="tiffin-x-") as folder:
         stage = Stage(Path(folder))
         for name in ("gateway.toml", "trace.jsonl"):
             stage.file(name, "\n")
         said, imported = run_all(
-            sys.executable, commands, stage.environment, Path(folder), without=EXTRA_OF
+            sys.executable, commands, stage.environment, Path(folder), without=absent
         )
-    assert not imported & EXTRA_OF.keys()
+    assert not imported & absent
     by_words = {" ".join(words): one for words, one in zip(commands, said, strict=True)}
     assert by_words["--version"].line.startswith("tiffin ")
     for words in helps:

@@ -20,9 +20,10 @@ S = TypeVar("S", bound="DeviceSetting[Any]")
 
 def device_suite(name: str, package: str, where: Mapping[str, tuple[str, str]]) -> Suite[S]:
     """Measurements on a device: `where` maps each name to a module of `package` and a function."""
+    measurements: dict[str, Measurement[S]] = later(package, where)
     return Suite(
         name,
-        {row: _on_device(measure) for row, measure in later(package, where).items()},
+        {row: _on_device(measure) for row, measure in measurements.items()},
         libraries=(*LIBRARIES, "torch", "triton"),
         surroundings=lambda setting: surroundings(setting.machine),
         in_words=in_words,

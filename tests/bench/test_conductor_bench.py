@@ -15,7 +15,7 @@ import typer
 from rowsupport import check
 from typer.testing import CliRunner
 
-from tiffin.bench.conductor import cli, decision, service
+from tiffin.bench.conductor import cli, decision
 from tiffin.bench.conductor.decision import HOT, PRIVATE, Traffic
 from tiffin.bench.conductor.load import RequestLoad, events_of_an_answer
 from tiffin.bench.conductor.processes.peer import peer
@@ -23,6 +23,7 @@ from tiffin.bench.conductor.setting import BLOCK_TOKENS, Setting, Sizes
 from tiffin.bench.conductor.stalls import FLOODS, STALLS
 from tiffin.bench.conductor.suite import SUITE
 from tiffin.bench.store.rows import Row, Target, single
+from tiffin.conductor.console import SERVICE
 from tiffin.conductor.errors import InvalidRequest
 from tiffin.conductor.prefill.policy_registry import names as policy_names
 from tiffin.kvstore.errors import NodeUnavailable
@@ -75,7 +76,7 @@ def test_measurements_give_rows_with_limits(name: str) -> None:
 
 
 @pytest.mark.skipif(
-    any(find_spec(name) is None for name in service.NEEDED), reason="needs the extra conductor"
+    any(find_spec(name) is None for name in SERVICE), reason="needs the extra conductor"
 )
 @pytest.mark.parametrize(
     ("name", "kinds"), [pytest.param("stalls", STALLS, marks=pytest.mark.slow), ("floods", FLOODS)]
@@ -126,7 +127,7 @@ def test_keys_of_a_request_are_objects_of_its_own() -> None:
 
 
 @pytest.mark.skipif(
-    any(find_spec(name) is None for name in service.NEEDED), reason="needs the extra conductor"
+    any(find_spec(name) is None for name in SERVICE), reason="needs the extra conductor"
 )
 def test_a_service_and_a_plain_one_are_asked_in_turns() -> None:
     found = SUITE.run(Setting(TINY), ["service"], lambda _: None)
@@ -140,7 +141,7 @@ def test_a_service_and_a_plain_one_are_asked_in_turns() -> None:
 
 
 @pytest.mark.skipif(
-    any(find_spec(name) is None for name in service.NEEDED), reason="needs the extra conductor"
+    any(find_spec(name) is None for name in SERVICE), reason="needs the extra conductor"
 )
 def test_whole_requests_are_told_in_batches_and_in_single_calls() -> None:
     found = SUITE.run(Setting(TINY), ["whole-requests"], lambda _: None)
@@ -154,7 +155,7 @@ def test_whole_requests_are_told_in_batches_and_in_single_calls() -> None:
 def test_without_the_libraries_of_the_service_it_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service, "find_spec", lambda _: None)
+    monkeypatch.setattr("tiffin.kvstore.extras.find_spec", lambda _: None)
     found = SUITE.run(Setting(TINY), ["service"], lambda _: None)
     assert not found.crashed
     assert 'pip install "tiffin[conductor]"' in found.missing["service"]

@@ -20,7 +20,6 @@ from kvsupport import wait_until
 from rowsupport import check
 from typer.testing import CliRunner
 
-from tiffin.bench.conductor import service
 from tiffin.bench.gateway import cli
 from tiffin.bench.gateway import fleet as fleet_module
 from tiffin.bench.gateway.fleet import MODEL, TEXT, fleet, short_body, stream_body
@@ -33,13 +32,14 @@ from tiffin.bench.network.setting import LOOPBACK, await_answer
 from tiffin.bench.peers.routers import ROUTERS, answers
 from tiffin.bench.vllm.engine_process import GroupProcess
 from tiffin.bench.vllm.engine_process import service as process_of
+from tiffin.conductor.console import SERVICE
 from tiffin.kvstore.cli.local.local_redis import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 pytestmark = pytest.mark.skipif(
-    any(find_spec(name) is None for name in service.NEEDED), reason="needs the extra conductor"
+    any(find_spec(name) is None for name in SERVICE), reason="needs the extra conductor"
 )
 
 TINY = Sizes(

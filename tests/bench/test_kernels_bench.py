@@ -23,10 +23,12 @@ from rowsupport import check  # noqa: E402
 from tiffin.bench.environment import environment_lines  # noqa: E402
 from tiffin.bench.kernels import calls, case, cli, device  # noqa: E402
 from tiffin.bench.kernels.case import Case, head_slice, latents, llama  # noqa: E402
-from tiffin.bench.kernels.device import Machine, Missing, machine  # noqa: E402
+from tiffin.bench.kernels.device import Machine, machine  # noqa: E402
 from tiffin.bench.kernels.setting import Setting, Sizes  # noqa: E402
 from tiffin.bench.kernels.suite import SUITE  # noqa: E402
 from tiffin.bench.store.rows import Side  # noqa: E402
+from tiffin.bench.suite import Missing  # noqa: E402
+from tiffin.kvstore.errors import MissingExtra  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,7 +162,7 @@ def test_without_a_gpu_the_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(Missing, match=r"tiffin\[kernels\]"):
+    with pytest.raises(MissingExtra, match=r"tiffin\[torch\]"):
         machine(None)
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tiffin.bench.display import add_command, carry_out, legend, markdown, number, table
 from tiffin.bench.store.rows import Row, Target, single
-from tiffin.bench.suite import Suite
+from tiffin.bench.suite import Missing, Suite
 from tiffin.kvstore.errors import NodeUnavailable
 
 if TYPE_CHECKING:
@@ -34,10 +34,6 @@ class Sizes:
 class Setting:
     sizes: Sizes
     tell: Callable[[str], None] = print
-
-
-class Missing(Exception):
-    pass
 
 
 FAST, SLOW = (
@@ -65,7 +61,7 @@ def lack(_: Setting) -> list[Row]:
 
 
 TOYS: Suite[Setting] = Suite("toys", {"both": both, "crash": crash})
-NEEDY: Suite[Setting] = Suite("needy", {"lack": lack, "both": both}, lack=Missing)
+NEEDY: Suite[Setting] = Suite("needy", {"lack": lack, "both": both})
 
 
 def program(suite: Suite[Setting], out: Path, names: list[str]) -> Callable[..., Result]:
@@ -89,7 +85,7 @@ def test_rows_come_in_the_order_asked_for_and_the_report_is_json(tmp_path: Path)
     path = report.write(tmp_path / "new" / "out")
     assert path.name == "bench-toys.json"
     plain = json.loads(path.read_text())
-    assert list(plain) == ["environment", "sizes", "rows", "crashed"]
+    assert list(plain) == ["environment", "sizes", "rows", "crashed", "missing"]
     assert plain["sizes"] == asdict(Sizes())
     assert [row["met"] for row in plain["rows"]] == [True, False]
 
@@ -109,7 +105,7 @@ def test_what_a_measurement_lacks_is_named_in_suites_that_lack_something() -> No
     assert not report.crashed
 
     found = TOYS.run(Setting(Sizes()), [], lambda _: None)
-    assert "missing" not in found.plain()
+    assert found.plain()["missing"] == {}
 
 
 def test_errors_that_are_nobodys_fault_but_ours_are_not_hidden() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tiffin.bench.network.setting import Missing
 from tiffin.bench.serving.completions import Answer
+from tiffin.bench.suite import Missing
 from tiffin.bench.vllm import decode_gaps, hooks
 from tiffin.bench.vllm import split as apart
 from tiffin.bench.vllm.engine.measurements import ATTEMPTS, DecodeGaps, FirstTokens

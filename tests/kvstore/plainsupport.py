@@ -1,4 +1,4 @@
-"""Commands of `tiffin` one after the other in one process, with and without the optional libraries."""
+"""Commands of `tiffin`, one after the other in one process, without some libraries."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ import contextlib, importlib.machinery, io, json, sys, traceback
 asked = json.load(sys.stdin)
 absent = set(asked["without"])
 
-class Present:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in absent:
-            return None
-        return importlib.machinery.PathFinder.find_spec(name, path, target)
+class Present(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in absent else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Present
 
