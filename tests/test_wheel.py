@@ -70,7 +70,10 @@ def test_every_command_has_help_and_one_of_each_kind_runs(installed: tuple[str, 
             assert one.status == 0, (words, one)
             continue
         needs, with_it, without = KINDS[" ".join(words)]
-        assert one.status == (with_it if needs in ("", *extra.split(",")) else without), (words, one)
+        assert one.status == (with_it if needs in ("", *extra.split(",")) else without), (
+            words,
+            one,
+        )
         assert ("pip install" in one.text) == (needs not in ("", *extra.split(","))), (words, one)
     tiffin = [str(folder / "env/bin/tiffin")]
     version = subprocess.run(
