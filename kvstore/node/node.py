@@ -45,6 +45,7 @@ from .core.inventory_pages import Inventories, State
 from .core.node_core import NodeCore, split_keys
 from .core.precommit_reads import Watch, publish
 from .core.records import Erase, Move, MoveOutcome, PinLevel, Reason, Replica, Session, Ticket, Wipe
+from .core.removal_memory import SLACK_S
 from .core.sharded_writes import share_of
 from .core.tier_ledger import TierSpace
 from .eraser import Eraser, removed
@@ -383,6 +384,7 @@ class Node(OfOneProcess):
                     request.extent_bytes,
                     _now(),
                     share,
+                    copy=request.copy,
                 )
             except InvalidInput as error:  # a parked request is retried in another request's call
                 reply(messages.refusal(request.id, error))
@@ -490,7 +492,9 @@ class Node(OfOneProcess):
         reply(messages.Done(request.id, count))
 
     def _remove(self, session: Session, request: messages.Remove, reply: ReplyTo) -> None:
-        removal = self.core.remove(split_keys(request.keys))
+        now = _now()
+        over_at = now + request.timeout_s + SLACK_S
+        removal = self.core.remove(split_keys(request.keys), now, over_at)
 
         def attempt(final: bool) -> bool:
             durable = self.core.residency.has_ended(removal)

@@ -209,8 +209,8 @@ def _visible_before_commit() -> Patches:
 def _overwrite_in_place() -> Patches:
     """A put of a resident block overwrites it in place."""
 
-    def reserve(self: NodeCore, session: Any, keys: Any, *rest: Any) -> Any:
-        made = original(self, session, keys, *rest)
+    def reserve(self: NodeCore, session: Any, keys: Any, *rest: Any, copy: bool = False) -> Any:
+        made = original(self, session, keys, *rest, copy=copy)
         if made.lease is not None or not made.statuses:
             return made
         replicas = [self.index[k].dram for k in keys if k in self.index and self.index[k].dram]

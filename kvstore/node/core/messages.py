@@ -133,6 +133,10 @@ class Reserve(Request, tag="reserve"):
     With `ranks` above 1, that many writers share each extent, and the client is writer `rank`:
     `owned` has a bit for each segment of a block that it writes (bit 0 of byte 0 is the first
     segment's).
+
+    `copy`: the blocks are copied from other nodes. Whoever asks has to lease them there, or to see
+    that they are there, after this request was answered: a removal of a block that comes meanwhile
+    ends its reservation.
     """
 
     keys: Keys
@@ -143,6 +147,7 @@ class Reserve(Request, tag="reserve"):
     rank: Natural = 0
     ranks: Ranks = 1
     owned: Bitmap = b""
+    copy: bool = False
 
 
 class Commit(Request, tag="commit"):

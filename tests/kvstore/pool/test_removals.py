@@ -1,0 +1,130 @@
+"""What was removed from a pool stays removed: copies that are under way, and nodes that were away."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from kvsupport import Background, fresh_prefix, payloads_of, wait_until
+from poolsupport import LARGE, Cluster, Held, Member, check, holders
+
+from tiffin.kvstore.errors import NoRoom
+from tiffin.kvstore.node.core.removal_memory import BarredKeys
+from tiffin.kvstore.pool.replication.node_copy import Copier
+from tiffin.kvstore.pool.verb_driver import VerbDriver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tiffin.kvstore import Prefix
+    from tiffin.kvstore.pool.client import PoolClient
+
+
+def prompt(blocks: int = 3) -> Prefix:
+    return fresh_prefix(blocks, LARGE)
+
+
+def by_replicate(client: PoolClient, prefix: Prefix, source: Member, target: Member) -> None:
+    with pytest.raises(NoRoom, match="no other node is known to have"):
+        client.replicate(prefix, [target.number])
+
+
+def by_evacuation(client: PoolClient, prefix: Prefix, source: Member, target: Member) -> None:
+    client.evacuate(source.number)
+
+
+def by_prefetch(client: PoolClient, prefix: Prefix, source: Member, target: Member) -> None:
+    client.prefetch(prefix).wait()
+
+
+def by_reading(client: PoolClient, prefix: Prefix, source: Member, target: Member) -> None:
+    client.get(prefix).release()
+
+
+WAYS = [by_replicate, by_evacuation, by_prefetch, by_reading]
+
+
+def hold(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = False) -> Held:
+    """Hold this method's first call, before or after it does its work."""
+    action = getattr(owner, name)
+    held = Held(lambda *_, **__: None)
+
+    def holding(*arguments: Any, **keywords: Any) -> Any:
+        if not after:
+            held()
+        result = action(*arguments, **keywords)
+        if after:
+            held()
+        return result
+
+    patch.setattr(owner, name, holding)
+    return held
+
+
+class TestCopiesUnderWay:
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_copy_that_leased_its_source_before_the_removal_is_not_stored(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, way: Any
+    ) -> None:
+        """The bytes are read, and the commit comes after the removal was answered."""
+        target, source = cluster.start("target"), cluster.start("source")
+        prefix = source.put(prompt())
+        cluster.settle()
+        client = cluster.open(target, admission="always")
+        read = (VerbDriver, "read") if way is by_reading else (Copier, "_move")
+        held = hold(monkeypatch, *read, after=True)
+        copying = Background(lambda: way(client, prefix, source, target))
+        assert held.reached.wait(30)
+        assert cluster.open().remove(prefix) == 3
+        held.go.set()
+        copying.result()
+        assert holders(cluster, prefix) == [[]] * 3
+        cluster.quiet()
+
+    def test_a_removal_that_came_to_the_target_before_the_reservation(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The source was leased before. The source is asked once more, even if the target has
+        forgotten the removal."""
+        target, source = cluster.start("target"), cluster.start("source")
+        prefix = source.put(prompt())
+        cluster.settle()
+        client = cluster.open()
+        held = hold(monkeypatch, Copier, "_copy_leased")
+        monkeypatch.setattr(BarredKeys, "bars", lambda *_: False)
+        copying = Background(lambda: by_replicate(client, prefix, source, target))
+        assert held.reached.wait(30)
+        assert cluster.open().remove(prefix) == 3
+        held.go.set()
+        copying.result()
+        assert holders(cluster, prefix) == [[]] * 3
+        cluster.quiet()
+
+    def test_a_put_after_the_removal_is_stored_and_may_be_copied_later(
+        self, cluster: Cluster
+    ) -> None:
+        target, source = cluster.start("target"), cluster.start("source")
+        prefix = source.put(prompt())
+        cluster.settle()
+        client = cluster.open(target, admission="always")
+        assert client.remove(prefix) == 3
+        source.put(prefix)
+        cluster.settle()
+        check(client, prefix)  # from there: it is not copied while the removal may be under way
+        assert target.has(prefix) == [False] * 3
+        target.node.core._barred._until.clear()
+        check(client, prefix)
+        assert target.has(prefix) == [True] * 3
+
+    def test_a_replica_that_a_put_ordered_is_not_made_after_the_removal(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cluster.start("one"), cluster.start("two")
+        client, prefix = cluster.open(), prompt()
+        held = hold(monkeypatch, Copier, "copy")
+        assert client.put(prefix, payloads_of(prefix), replicas=2, sync=False).complete
+        assert held.reached.wait(30)
+        assert client.remove(prefix) == 3
+        held.go.set()
+        wait_until(lambda: all(order.done() for order in client._orders._ordered), "it has ended")
+        assert holders(cluster, prefix) == [[]] * 3
