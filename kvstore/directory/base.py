@@ -159,8 +159,8 @@ class Directory(Protocol):
         """
         ...
 
-    def nodes(self) -> dict[int, NodeRecord]:
-        """The live nodes by number."""
+    def nodes(self, *, fresh: bool = False) -> dict[int, NodeRecord]:
+        """The live nodes by number. `fresh`: as they are now, and not some time ago."""
         ...
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What was removed from a pool stays removed: copies that are under way, and nodes that were away."""
+"""What was removed from a pool stays removed: copies under way, and nodes that were away."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import pytest
 from kvsupport import Background, fresh_prefix, payloads_of, wait_until
 from poolsupport import LARGE, Cluster, Held, Member, check, holders
 
-from tiffin.kvstore.errors import NoRoom
+from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable, NoRoom
 from tiffin.kvstore.node.core.removal_memory import BarredKeys
+from tiffin.kvstore.pool import removal
 from tiffin.kvstore.pool.replication.node_copy import Copier
 from tiffin.kvstore.pool.verb_driver import VerbDriver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tiffin.kvstore import Prefix
     from tiffin.kvstore.pool.client import PoolClient
 
@@ -128,3 +127,75 @@ class TestCopiesUnderWay:
         held.go.set()
         wait_until(lambda: all(order.done() for order in client._orders._ordered), "it has ended")
         assert holders(cluster, prefix) == [[]] * 3
+
+
+class TestWhoIsAsked:
+    def test_a_node_that_the_directory_has_lost_is_asked_if_it_was_known(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        home, far = cluster.start("home"), cluster.start("far")
+        prefix = far.put(prompt())
+        client = cluster.open(home)
+        assert len(client.nodes()) == 2
+        monkeypatch.setattr(client._driver.members, "nodes", lambda **_: {})
+        assert client.remove(prefix) == 3
+        assert far.has(prefix) == [False] * 3
+
+    @pytest.mark.parametrize("with_home", [True, False])
+    def test_an_empty_directory_is_no_answer(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, with_home: bool
+    ) -> None:
+        home, far = cluster.start("home"), cluster.start("far")
+        prefix = far.put(prompt())
+        client = cluster.open(home if with_home else None)
+        monkeypatch.setattr(client._driver.members, "nodes", lambda **_: {})
+        with pytest.raises(NodeUnavailable, match="the directory lists none"):
+            client.remove(prefix)
+
+    @pytest.mark.parametrize("known", [True, False])
+    def test_a_directory_that_does_not_answer_is_an_error_after_all_known_have_removed(
+        self, cluster: Cluster, known: bool
+    ) -> None:
+        home, far = cluster.start("home"), cluster.start("far")
+        prefix = far.put(home.put(prompt()))
+        handle = cluster.flaky()
+        client = cluster.open(home, members=handle)
+        handle.away = not known
+        if known:
+            assert len(client.nodes()) == 2
+            handle.away = True
+        with pytest.raises(NodeUnavailable, match="the directory is away"):
+            client.remove(prefix)
+        assert home.has(prefix) == [False] * 3
+        assert far.has(prefix) == [not known] * 3
+
+    def test_a_node_that_comes_meanwhile_is_asked_too(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        home, far = cluster.start("home"), cluster.start("far")
+        prefix = far.put(prompt())
+        client = cluster.open()
+        members = client._driver.members
+        both = members.nodes()
+        answers = [{home.number: both[home.number]}, both, both]
+        monkeypatch.setattr(members, "nodes", lambda **_: answers.pop(0))
+        assert client.remove(prefix) == 3
+        assert answers == []
+
+    def test_a_node_that_has_left_is_asked_once(self, cluster: Cluster) -> None:
+        home, far = cluster.start("home"), cluster.start("far")
+        client = cluster.open(home)
+        assert len(client.nodes()) == 2
+        far.stop()
+        assert client.remove(prompt()) == 0
+        assert [record.name for record in client._driver.seen().values()] == ["home"]
+
+    def test_a_removal_that_took_too_long_is_no_success(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What bars copies may have ended at the first node before the last one was reached."""
+        cluster.start("one")
+        client = cluster.open()
+        monkeypatch.setattr(removal, "OVERRUN_S", -100.0)
+        with pytest.raises(DeadlineExceeded, match="a copy may have passed it by"):
+            client.remove(prompt())
