@@ -21,6 +21,7 @@ INVARIANTS = {
     "bytes": "a get returns the bytes of its key, or fewer blocks",
     "reason": "a get that returns fewer blocks than asked for says why, and no other does",
     "findable": "what a node can be asked for is whole: its own header, its key's bytes",
+    "removed": "what was removed from the pool is not there again, as long as a node remembers it",
     "commit": "a header that does not belong to its extent is not committed",
     "lease": "a lease ends once",
     "conservation": "free + reserved + committed + quarantined = capacity, and all of core.check()",

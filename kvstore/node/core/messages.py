@@ -242,9 +242,15 @@ class Inventory(Request, tag="inventory"):
 
 
 class Events(Request, tag="events"):
-    """Request the blocks added and removed after event number `after`, at most EVENTS_MAX."""
+    """Request the blocks added and removed after event number `after`, at most EVENTS_MAX.
+
+    With `removals`: the keys that were removed by requests, for the node with this `slab`, which
+    was away. `after` counts removals then.
+    """
 
     after: Natural
+    removals: bool = False
+    slab: Secret = b""
 
 
 class Pull(Request, tag="pull"):
@@ -405,13 +411,19 @@ class EventPage(Reply, tag="event_page"):
     """Events `first` and following: `added[i]` is 1 if key i was added, 0 if it was removed.
     `gap`: the log no longer has all events after the requested one; the client takes the inventory.
     `tiers[i]` is the tier of key i from then on, as in a KeyPage, 0 if it was removed; a block that
-    moved to another tier is listed as added again."""
+    moved to another tier is listed as added again.
+
+    Of removals: `added[i]` is 1 if the node of the slab may have missed the removal of key i; all
+    that it may have missed are listed if `whole`; None: the node is of an older version. `gap`: the
+    node that answers has forgotten some.
+    """
 
     first: int
     added: EventFlags
     keys: EventKeys
     gap: bool = False
     tiers: EventFlags = b""
+    whole: bool | None = None
 
 
 class Described(Reply, tag="described"):

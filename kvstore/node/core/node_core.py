@@ -45,7 +45,7 @@ from .records import (
     Session,
     Ticket,
 )
-from .removal_memory import BarredKeys
+from .removal_memory import BarredKeys, RemovalLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -136,6 +136,8 @@ class NodeCore:
         self._ids = count(first_generation)
         self._generations = count(first_generation)
         self._barred = BarredKeys()
+        self.removal_log = RemovalLog()
+        self.takes_copies = True  # not before a node that returns has heard of removals
         self._expiring: dict[int, LeaseRecord] = {}
         # A heap of (end time, key) of pins. Entries of pins that were renewed or removed since are
         # stale; `_unpin_due` skips them.
@@ -240,7 +242,7 @@ class NodeCore:
         for position, key in enumerate(keys):
             block = self._block(key)
             if block is None:
-                if copy and self._barred.bars(key, now):
+                if copy and (not self.takes_copies or self._barred.bars(key, now)):
                     reason = Reason.MISS
                     break
                 generation = next(self._generations)
@@ -518,6 +520,11 @@ class NodeCore:
         the removal has reached all nodes, or failed. Writers go on.
         """
         self._barred.bar(keys, now, barred_until)
+        self.removal_log.note(keys)
+        return self.forget(keys)
+
+    def forget(self, keys: Sequence[bytes]) -> Removal:
+        """As `remove`, but it is not remembered, nor told to other nodes."""
         for replica in [self.residency.writing.get(key) for key in keys]:
             if replica in self.residency.copies:
                 self.residency.cancel_write(replica, fenced=False)

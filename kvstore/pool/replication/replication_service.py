@@ -23,6 +23,7 @@ from ...node.core.node_core import split_keys
 from ..replica_choice import place
 from .evacuation_chains import EvacuationChain, chains_of, members_of, resident_keys
 from .node_copy import Copier
+from .returning import Returning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +43,8 @@ COPIERS = 2
 QUEUED_MAX = 256
 # How often to count the holders of pinned blocks; a lost node is out of the directory in 10 s.
 WATCH_S = 2.0
+# The same while the node waits for its number, or for others to tell it what was removed.
+RETURN_S = 0.1
 # The most pinned blocks to watch; each costs 100 bytes and a key in a directory query every
 # WATCH_S.
 WATCHED_MAX = 65_536
@@ -89,6 +92,7 @@ class Caretaker:
         self._home = LocalLink(node, "caretaker", owns_node=False)
         self._dice = random.Random()
         self._watch = PinWatch()
+        self.returning = Returning(node, directory, driver, number)
         self._queued = 0
         self._counting = threading.Lock()
         self._workers = ThreadPoolExecutor(COPIERS, thread_name_prefix="tiffin-copier")
@@ -219,13 +223,14 @@ class Caretaker:
     # -- pins --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing.wait(WATCH_S):
+        while not self._closing.wait(WATCH_S if self.returning.current else RETURN_S):
             try:
+                self.returning.step(time.monotonic())
                 self._look_after_pins()
             except TiffinError as error:
-                log.debug("pinned blocks were not looked after: %s", error)
+                log.debug("removals or pinned blocks were not looked after: %s", error)
             except Exception:
-                log.exception("looking after pinned blocks failed unexpectedly")
+                log.exception("looking after removals and pins failed unexpectedly")
 
     def _look_after_pins(self) -> None:
         me = self._number()
