@@ -222,14 +222,28 @@ class User:
             )
             # A put that was not confirmed may be carried out later.
             if put.complete:
-                self.world.sleep(self._dice.uniform(0, 0.3))
-                client.remove(prefix, timeout_s=timeout_s)
+                if self._dice.random() < 0.3:  # some are on disk, at nodes that leave meanwhile
+                    self.world.sleep(self._dice.uniform(0, 3))
+                copying = threading.Thread(
+                    target=lambda: self._copy(client, prefix, self._dice.choice(numbers)),
+                    name="copy",
+                )
+                copying.start()
+                self.world.sleep(self._dice.uniform(0, 0.02))
+                try:
+                    client.remove(prefix, timeout_s=timeout_s)
+                finally:
+                    copying.join()
                 machinery.removed.update(prefix.keys)
                 self.world.note(f"{self.name} removed {prefix.keys[0].hex()[:8]}")
         finally:
             if machinery.passing.count(prefix) and self._dice.random() < 0.5:
                 machinery.passing.remove(prefix)
             self.process.stops += 1  # there is no deadline for both together
+
+    def _copy(self, client: PoolClient, prefix: Prefix, to: int) -> None:
+        with contextlib.suppress(TiffinError):
+            client.replicate(prefix, [to], timeout_s=0.5)
 
     def _pin(self, client: PoolClient, timeout_s: float) -> None:
         hard = self._dice.random() < 0.2
