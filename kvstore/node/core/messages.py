@@ -414,8 +414,8 @@ class EventPage(Reply, tag="event_page"):
     moved to another tier is listed as added again.
 
     Of removals: `added[i]` is 1 if the node of the slab may have missed the removal of key i; all
-    that it may have missed are listed if `whole`; None: the node is of an older version. `gap`: the
-    node that answers has forgotten some.
+    that it may have missed are listed if `whole`. `gap`: the node that answers has forgotten some.
+    `removals` is set; a node of an older version does not know the question.
     """
 
     first: int
@@ -423,7 +423,8 @@ class EventPage(Reply, tag="event_page"):
     keys: EventKeys
     gap: bool = False
     tiers: EventFlags = b""
-    whole: bool | None = None
+    removals: bool = False
+    whole: bool = False
 
 
 class Described(Reply, tag="described"):

@@ -114,11 +114,17 @@ class RemovalLog:
         `request.after`, those marked that `request.slab` may have missed."""
         missed_after = self._seen.get(request.slab, 0)
         oldest = max(0, self.seq - self._remembered_max)
-        found = self._log.since(max(request.after, oldest), messages.EVENTS_MAX)
-        whole = missed_after >= self._forgotten
-        if found is None:  # the number is of another life of this node
-            return messages.EventPage(request.id, 1, b"", b"", gap=True)
-        first = found.first_seq
-        marks = bytes(number > missed_after for number in range(first, found.last_seq + 1))
-        gap = self._forgotten > 0
-        return messages.EventPage(request.id, first, marks, found.keys, gap=gap, whole=whole)
+        # From the oldest one also for a number that is of another life of this node.
+        after = request.after if oldest <= request.after <= self.seq else oldest
+        found = self._log.since(after, messages.EVENTS_MAX)
+        assert found is not None
+        numbers = range(found.first_seq, found.last_seq + 1)
+        return messages.EventPage(
+            request.id,
+            found.first_seq,
+            bytes(number > missed_after for number in numbers),
+            found.keys,
+            gap=self._forgotten > 0,
+            removals=True,
+            whole=missed_after >= self._forgotten,
+        )

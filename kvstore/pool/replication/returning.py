@@ -105,7 +105,7 @@ class Returning:
             if isinstance(page, TiffinError):
                 log.info("node %s does not tell what was removed: %s", record.name, page)
                 return None
-            if page.whole is None:
+            if not page.removals:
                 return _Told([], [], whole=False, forgot=False)
             if not page.keys:
                 return _Told(keys, missed, page.whole, page.gap)

@@ -8,13 +8,17 @@ import pytest
 from kvsupport import Background, fresh_prefix, payloads_of, wait_until
 from poolsupport import LARGE, Cluster, Held, Member, check, holders
 
+from tiffin.kvstore import Client
 from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable, NoRoom
-from tiffin.kvstore.node.core.removal_memory import BarredKeys
+from tiffin.kvstore.node.core.removal_memory import BarredKeys, RemovalLog
+from tiffin.kvstore.node.node import Node
 from tiffin.kvstore.pool import removal
 from tiffin.kvstore.pool.replication.node_copy import Copier
 from tiffin.kvstore.pool.verb_driver import VerbDriver
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tiffin.kvstore import Prefix
     from tiffin.kvstore.pool.client import PoolClient
 
@@ -199,3 +203,91 @@ class TestWhoIsAsked:
         monkeypatch.setattr(removal, "OVERRUN_S", -100.0)
         with pytest.raises(DeadlineExceeded, match="a copy may have passed it by"):
             client.remove(prompt())
+
+
+class TestNodesThatReturn:
+    """A node with NVMe stops, blocks are removed, and it starts again."""
+
+    def start(self, cluster: Cluster, folder: Path) -> Member:
+        nbytes = 16 * LARGE.extent_bytes
+        member = cluster.start("away", nvme_path=folder, nvme_bytes=nbytes, awaits_peers=True)
+        wait_until(lambda: member.node.core.takes_copies, "it has heard of removals")
+        return member
+
+    def test_it_hears_of_what_was_removed_meanwhile(self, cluster: Cluster, tmp_path: Path) -> None:
+        cluster.start("here")
+        away = self.start(cluster, tmp_path)
+        kept, gone = away.put(prompt()), away.put(prompt())
+        away.stop()
+        client = cluster.open()
+        assert client.remove(gone) == 0
+        back = self.start(cluster, tmp_path)
+        assert (back.has(kept), back.has(gone)) == ([True] * 3, [False] * 3)
+        check(client, kept)
+        back.node.check()
+        with Client.attach(back.node) as at_once:  # and it is a block like any other
+            assert at_once.put(gone, payloads_of(gone)).complete
+
+    def test_nothing_is_served_before_the_others_have_told(
+        self, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cluster.start("here")
+        away = self.start(cluster, tmp_path)
+        prefix = away.put(prompt())
+        away.stop()
+        held = hold(monkeypatch, Node, "catch_up")
+        starting = Background(lambda: self.start(cluster, tmp_path))
+        assert held.reached.wait(30)
+        wait_until(lambda: cluster.members["away"] is not away, "it has started")
+        back = cluster.members["away"].node
+        assert back.match(prefix.key_bytes) == b""
+        held.go.set()
+        assert starting.result().has(prefix) == [True] * 3
+
+    def test_what_was_put_since_the_start_stays(
+        self, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cluster.start("here")
+        away = self.start(cluster, tmp_path)
+        prefix = away.put(prompt())
+        away.stop()
+        cluster.open().remove(prefix)
+        held = hold(monkeypatch, Node, "catch_up")
+        starting = Background(lambda: self.start(cluster, tmp_path))
+        assert held.reached.wait(30)
+        wait_until(lambda: cluster.members["away"] is not away, "it has started")
+        with Client.attach(cluster.members["away"].node) as client:
+            assert client.put(prefix[:2], payloads_of(prefix[:2])).complete
+            assert client.remove(prefix[:1]) == 1
+        held.go.set()
+        back = starting.result()
+        assert back.has(prefix) == [False, True, False]
+        back.node.check()
+
+    def test_a_pool_that_stops_as_a_whole_keeps_what_is_on_disk(
+        self, cluster: Cluster, tmp_path: Path
+    ) -> None:
+        away = self.start(cluster, tmp_path)
+        prefix = away.put(prompt())
+        away.stop()
+        assert self.start(cluster, tmp_path).has(prefix) == [True] * 3
+
+    def test_who_missed_more_than_is_remembered_begins_empty(
+        self, cluster: Cluster, tmp_path: Path
+    ) -> None:
+        here = cluster.start("here")
+        away = self.start(cluster, tmp_path)
+        prefix = away.put(prompt())
+        away.stop()
+        here.node.core.removal_log = RemovalLog(remembered_max=2)
+        cluster.open().remove(prompt())
+        assert self.start(cluster, tmp_path).has(prefix) == [False] * 3
+
+    def test_a_node_that_the_directory_had_lost_hears_too(self, cluster: Cluster) -> None:
+        """It runs on, and registers anew."""
+        here, lost = cluster.start("here"), cluster.start("lost")
+        prefix = lost.put(prompt())
+        here.node.core.removal_log.note(prefix.keys)
+        with cluster.directory._state.lock:
+            cluster.directory._state.end(lost.number)
+        wait_until(lambda: lost.has(prefix) == [False] * 3, "it is told")

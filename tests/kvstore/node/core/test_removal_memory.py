@@ -13,9 +13,10 @@ import pytest
 
 from tiffin.kvstore.memory.arena import Arena
 from tiffin.kvstore.memory.eviction import make_policy
+from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.node_core import CoreOptions, NodeCore, ReserveStatus
 from tiffin.kvstore.node.core.records import Kept, Reason
-from tiffin.kvstore.node.core.removal_memory import BarredKeys
+from tiffin.kvstore.node.core.removal_memory import BarredKeys, RemovalLog
 from tiffin.kvstore.node.core.tier_ledger import TierSpace
 from tiffin.kvstore.tiers.base import TierName
 
@@ -170,3 +171,52 @@ def test_each_rule_is_needed(monkeypatch, rule):
         monkeypatch.setattr(NodeCore, "remove", without)
     with pytest.raises(AssertionError):
         assert not any(brought_back(seed) for seed in range(150))
+
+
+SLAB, OTHER = b"a" * 16, b"b" * 16
+
+
+def asked(log: RemovalLog, slab: bytes, after: int = 0) -> messages.EventPage:
+    return log.page(messages.Events(7, after, removals=True, slab=slab))
+
+
+class TestLog:
+    def test_what_came_after_a_slab_was_seen_last_may_have_been_missed(self):
+        log = RemovalLog()
+        log.note(KEYS[:1])
+        log.saw([SLAB], log.seq)
+        log.note(KEYS[1:])
+        page = asked(log, SLAB)
+        assert (page.keys, page.added) == (b"".join(KEYS), bytes([0, 1, 1]))
+        assert (page.id, page.removals, page.whole, page.gap) == (7, True, True, False)
+        assert asked(log, OTHER).added == bytes([1, 1, 1])
+        assert asked(log, OTHER).whole
+        assert asked(log, SLAB, after=3).keys == b""
+
+    def test_a_slab_that_missed_what_is_forgotten_is_told_so(self):
+        log = RemovalLog(remembered_max=2)
+        log.saw([SLAB], 0)
+        log.note(KEYS[:1])
+        log.saw([OTHER], 1)
+        log.note(KEYS[1:])
+        for slab, whole in ((SLAB, False), (OTHER, True), (b"", False)):
+            page = asked(log, slab)
+            assert (page.keys, page.whole, page.gap) == (b"".join(KEYS[1:]), whole, True)
+
+    def test_what_others_told_is_remembered_once_and_what_they_forgot_is_not_known(self):
+        log = RemovalLog()
+        log.note(KEYS[:1])
+        log.learn([*KEYS, *KEYS], whole=True)
+        assert log.keys() == KEYS
+        assert asked(log, SLAB).whole
+        log.learn([], whole=False)
+        log.saw([OTHER], log.seq)
+        log.note(KEYS[:1])
+        assert not asked(log, SLAB).whole
+        page = asked(log, OTHER)
+        assert (page.whole, page.added) == (True, bytes([0, 0, 0, 0, 1]))
+
+    def test_a_number_of_another_life_begins_at_the_oldest(self):
+        log = RemovalLog()
+        log.note(KEYS)
+        assert asked(log, SLAB, after=1 << 40).first == 1
