@@ -308,7 +308,7 @@ class VerbDriver:
         if isinstance(step, Together):
             return self.together(step.steps, reader)
         assert isinstance(step, AskNode)
-        return RemoteNode(step.node, self, step.record).ask(step.request, step.timeout_s)
+        return self.ask(step.node, step.request, step.timeout_s, step.record)
 
     def _located(self, keys: Sequence[bytes]) -> list[tuple[int, ...]] | None:
         try:
@@ -349,9 +349,11 @@ class VerbDriver:
         except RuntimeError as error:  # it was shut down
             raise ClientClosed(_CLOSED) from error
 
-    def ask(self, number: int, request: Any, timeout_s: float) -> Any:
+    def ask(
+        self, number: int, request: Any, timeout_s: float, record: NodeRecord | None = None
+    ) -> Any:
         """See `RemoteNode.ask`."""
-        return RemoteNode(number, self).ask(request, timeout_s)
+        return RemoteNode(number, self, record).ask(request, timeout_s)
 
     def _read(self, step: Read, reader: Reader) -> ReadOutcome:
         stall_s = None if step.patience is None else step.patience * self.options.hedge_s
