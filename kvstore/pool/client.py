@@ -432,13 +432,14 @@ class PoolClient(Client):
         deadline = time.monotonic() + timeout_s
         at_home: int | None = None
         refused: TierUnavailable | None = None
+        number = self.home_number  # asked for before: a home that restarts meanwhile has another
         if self._home is not None:
             try:
                 at_home = self._home.ask(local_verbs.remove(prefix, timeout_s), None)
             except TierUnavailable as error:  # the other nodes still have to remove theirs
                 at_home, refused = 0, error
         self._driver.placements.forget(prefix.keys)
-        told = {self.home_number} if at_home is not None else set()
+        told = {number} if at_home is not None else set()
         count = remove_everywhere(self._driver, prefix, told, deadline)
         if refused is not None:
             raise refused
