@@ -101,7 +101,7 @@ class Node(OfOneProcess):
         """`awaits_peers`: before `catch_up` tells what was removed from the pool while the node was
         away, it serves nothing from NVMe and takes no copies."""
         self.options = options
-        self._awaits_peers = awaits_peers
+        self._awaits_peers, self._caught_up = awaits_peers, False
         self.name = check_name(name)
         self.started_at = time.time()
         self.draining = False
@@ -290,20 +290,20 @@ class Node(OfOneProcess):
         if self._awaits_peers and self.nvme is not None:
             found = survivors(self.nvme)  # reads the disk, and may take a while
         with self._lock:
+            # What was put since the start was not there when it was removed.
+            had = list(self.core.index) if self._caught_up else []
             gone = list(missed)
-            had = list(self.core.index)
-            if found is not None:  # what was put since the start is not missed
+            if found is not None:
                 had = adopt(self.core.residency, found)
                 log.info("%d blocks found in NVMe", len(had))
-                returned = set(had)
-                removed_here = self.core.removal_log.keys()
-                gone = [key for key in (*missed, *removed_here) if key in returned]
-            removal = self.core.forget(gone if whole else had)
+                gone += self.core.removal_log.keys()  # removed here since the start
+            returned = set(had)
+            removal = self.core.forget([k for k in gone if k in returned] if whole else had)
             if removal.blocks:
                 log.info("%d blocks may have been removed from the pool meanwhile", removal.blocks)
             self.core.removal_log.learn(told, whole=whole)
             self.core.takes_copies = True
-            self._awaits_peers = False
+            self._awaits_peers, self._caught_up = False, True
             self._after()
 
     def removals(self, seen: Sequence[bytes] = (), seq: int = 0) -> int:

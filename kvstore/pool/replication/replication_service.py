@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...connection.node_link import LocalLink
+from ...deadlines import until_s
 from ...errors import Draining, NodeUnavailable, TiffinError
 from ...node.core import messages
 from ...node.core.node_core import split_keys
@@ -108,6 +109,7 @@ class Caretaker:
     def close(self) -> None:
         """Stop the threads; cuts the copies in flight."""
         self._closing.set()
+        self.returning.returned.set()
         self._driver.close()
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._evacuator.shutdown(wait=True, cancel_futures=True)
@@ -121,6 +123,8 @@ class Caretaker:
         deadline = time.monotonic() + request.timeout_s
 
         def work() -> int:
+            if not self._node.core.takes_copies:  # it has just started
+                self.returning.returned.wait(until_s(deadline))
             copier = Copier(self._driver.peer(request.source), self._node, self._home)
             return copier.copy(request.keys, request.parent, request.depth, deadline)
 
@@ -174,6 +178,7 @@ class Caretaker:
         """Evacuate every block; how many of them other nodes have then. A draining node gets new
         blocks only from writers that had reserved before: the loop goes on until there are none."""
         done = 0
+        self._driver.nodes_now()  # a node that has just come is one to copy to
         seen: set[bytes] = set()
         while fresh := [key for key in resident_keys(self._node) if key not in seen]:
             seen.update(fresh)

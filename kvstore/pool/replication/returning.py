@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import TiffinError
@@ -55,6 +56,8 @@ class Returning:
         self._number = number
         self._returned_as = 0
         self._since = math.inf
+        # Set once the node takes copies, or when it closes.
+        self.returned = threading.Event()
 
     @property
     def current(self) -> bool:
@@ -80,6 +83,7 @@ class Returning:
         self._since = min(self._since, now)
         if self._ask(others, late=now >= self._since + PATIENCE_S):
             self._returned_as, self._since = number, math.inf
+            self.returned.set()
 
     def _ask(self, others: dict[int, NodeRecord], *, late: bool) -> bool:
         """Ask these nodes, and tell this one; False if it is to be done again."""

@@ -223,6 +223,7 @@ class TestNodesThatReturn:
         assert client.remove(gone) == 0
         back = self.start(cluster, tmp_path)
         assert (back.has(kept), back.has(gone)) == ([True] * 3, [False] * 3)
+        cluster.settle()
         check(client, kept)
         back.node.check()
         with Client.attach(back.node) as at_once:  # and it is a block like any other
@@ -286,8 +287,26 @@ class TestNodesThatReturn:
     def test_a_node_that_the_directory_had_lost_hears_too(self, cluster: Cluster) -> None:
         """It runs on, and registers anew."""
         here, lost = cluster.start("here"), cluster.start("lost")
+        wait_until(lambda: lost.node._caught_up, "it has heard of removals")
         prefix = lost.put(prompt())
         here.node.core.removal_log.note(prefix.keys)
         with cluster.directory._state.lock:
             cluster.directory._state.end(lost.number)
         wait_until(lambda: lost.has(prefix) == [False] * 3, "it is told")
+
+    def test_a_copy_that_is_ordered_at_once_waits_until_it_has_heard(
+        self, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here = cluster.start("here")
+        prefix = here.put(prompt())
+        cluster.settle()
+        wait_until(lambda: here.node._caught_up, "it does not catch up any more")
+        held = hold(monkeypatch, Node, "catch_up")
+        starting = Background(lambda: self.start(cluster, tmp_path))
+        assert held.reached.wait(30)
+        wait_until(lambda: "away" in cluster.members, "it has started")
+        client, number = cluster.open(), cluster.members["away"].number
+        copying = Background(lambda: client.replicate(prefix, [number]))
+        held.go.set()
+        starting.result()
+        assert copying.result() == {number: 3}
