@@ -124,13 +124,6 @@ class Engine:
         """Load an adapter, before a request names it."""
         self._llm.llm_engine.add_lora(adapter)
 
-    def change_weights(self, model: Path, *, reset: bool = True) -> None:
-        """Compute with another model's weights from now on, as a trainer would have it: nothing
-        runs, and all caches are reset."""
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
-        if reset:
-            assert self._llm.reset_prefix_cache(reset_connector=True)
-
     def abort(self, names: Sequence[str]) -> None:
         """End requests, as a server does whose clients have gone."""
         self._llm.llm_engine.abort_request(list(names))

@@ -282,14 +282,6 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._requests.remove(request_id)
         return keeps, told
 
-    def reset_cache(self) -> bool:
-        """Begin a new epoch of the keys (`WeightsEpoch`). vLLM calls it for `reset_prefix_cache`
-        with `reset_external`, and at a pause that clears caches. The keys of workers come from
-        here."""
-        assert self._scheduler is not None
-        self._scheduler.reset()
-        return True
-
     # -- in a worker -----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

@@ -38,9 +38,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     `url`: the pool, in any form that `Client.open` takes. `namespace`: requests share blocks only
     within it. `secret_file`: a file with the namespace's secret; the secret itself must not stand
     in a configuration that vLLM logs. `model_fingerprint`: what identifies the weights, if they are
-    not files that can be read here. `weights_version`: the name of other weights than these, which
-    engines that have the same ones share; `weights_version_file`: a file with it, read again at
-    every reset of its caches. `loading`: "auto" loads synchronously what lies in the DRAM of
+    not files that can be read here. `loading`: "auto" loads synchronously what lies in the DRAM of
     this host while nothing decodes, else asynchronously. `save`: "second" saves a block when this
     engine uses it for the second time. `layerwise`: "always" copies layer after layer beside the
     forward pass, loads and, while they are computed, saves; "auto" does so where it pays.
@@ -57,8 +55,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     namespace: str = ""
     secret_file: str | None = None
     model_fingerprint: str | None = None
-    weights_version: str = ""
-    weights_version_file: str | None = None
     block_tokens: int = 512
     verify: Verify = "always"
     loading: Loading = "auto"
@@ -96,16 +92,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise InvalidInput(f"secret_file: {error}") from error
         return secret
 
-    def weights(self) -> str:
-        """The version of the weights, "" for those of the model's files. Raises InvalidInput if its
-        file can't be read."""
-        if self.weights_version_file is None:
-            return self.weights_version
-        try:
-            return Path(self.weights_version_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeError) as error:
-            raise InvalidInput(f"weights_version_file: {error}") from error
-
 
 def read(extra: Mapping[str, Any]) -> Settings:
     """The settings in `kv_connector_extra_config`. Raises InvalidInput that names the setting."""
@@ -118,8 +104,6 @@ def read(extra: Mapping[str, Any]) -> Settings:
         settings = msgspec.convert(dict(extra), Settings)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"kv_connector_extra_config: {error}") from error
-    if settings.weights_version and settings.weights_version_file is not None:
-        raise InvalidInput("weights_version and weights_version_file: choose one")
     _check_no_secret(settings.url)
     parse_url(settings.url)
     for name, lowest in (("block_tokens", 1), ("load_tokens_min", 0), ("save_tokens_min", 0)):
