@@ -11,6 +11,7 @@ from kvsupport import is_quiet, wait_until
 from schedulersupport import BLOCK_TOKENS, Engine
 
 from tiffin.kvstore import Client
+from tiffin.kvstore.connectors.vllm import TiffinConnector
 from tiffin.kvstore.errors import StaleLease
 
 if TYPE_CHECKING:
