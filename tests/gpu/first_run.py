@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-rs")
-_BENCH = ("-m", "tiffin.kvstore", "bench")
+_BENCH = ("tests/gpu/benchmarks.py",)
 
 
 class Piece(NamedTuple):
