@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 _TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-rs")
-_BENCH = ("tests/gpu/benchmarks.py",)
+_BENCH = ("tests/gpu/benchmarks.py", "bench")
 
 
 class Piece(NamedTuple):
@@ -57,7 +57,8 @@ PIECES = (
 
 
 def run(piece: Piece, out: Path) -> dict[str, Any]:
-    """Run a piece; its line. A piece says figures as its last line of output, in JSON."""
+    """Run a piece; its line. Its figures are its last line of output, in JSON, or
+    a benchmark's report."""
     arguments = [*piece.arguments, *piece.tests]
     if piece.name.startswith("bench"):
         arguments += ["--out", str(out / piece.name)]
@@ -77,8 +78,9 @@ def run(piece: Piece, out: Path) -> dict[str, Any]:
     lines = log.read_text(errors="replace").splitlines() or [""]
     seconds = round(time.monotonic() - began, 1)
     line = {"piece": piece.name, "passed": code == 0, "exit": code, "seconds": seconds}
+    report = next((out / piece.name).glob("*.json"), None)  # of a benchmark
     try:
-        figures = json.loads(lines[-1])
+        figures = json.loads(report.read_text() if report else lines[-1])
     except ValueError:
         figures = lines[-1][-300:]
     return {**line, "said": figures}
