@@ -124,6 +124,14 @@ class Engine:
         """Load an adapter, before a request names it."""
         self._llm.llm_engine.add_lora(adapter)
 
+    def reset(self) -> bool:
+        """Reset vLLM's prefix cache and the connector, as `/reset_prefix_cache` does."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=True))
+
+    def reload(self, model: Path) -> None:
+        """Replace the weights in place by those of another folder."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+
     def abort(self, names: Sequence[str]) -> None:
         """End requests, as a server does whose clients have gone."""
         self._llm.llm_engine.abort_request(list(names))

@@ -110,6 +110,7 @@ class RequestTracker:
         self._given_up: list[int] = []
         self._unended: dict[int, tuple[str, int]] = {}  # by save: its request, ranks still at it
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # keys that were used once
+        self._reset = False  # since the last step
         self._saves_fail = False  # whether the saves that ended last have left blocks unstored
         self._number = 0
         self._step = 0
@@ -296,10 +297,13 @@ class RequestTracker:
         self._step += 1
         orders = StepOrders(self._step, loads=list(self._loads.values()))
         self._loads.clear()
+        orders.reset, self._reset = self._reset, False
         for request_id in preempted:
             self._given_up += self._layers.give_up(request_id)
             request = self._requests.get(request_id)
-            if request is not None and request.pending_saves:
+            if request is None:  # it has ended since, and the pages went before
+                orders.preempted.append(request_id)
+            elif request.pending_saves:
                 orders.preempted.append(request_id)
                 # Its pages are gone. Should it end while new ones are loaded, the end of that load
                 # frees them, and the engine must not hear of the request's end once more.
@@ -366,6 +370,13 @@ class RequestTracker:
                 self._unended[number] = request_id, left - ranks
             elif request_id in self._requests:
                 self._requests[request_id].pending_saves.discard(number)
+
+    def reset(self) -> None:
+        """Blocks are named anew: what is being loaded, or saved by layer, is given up. Whole blocks
+        that are being saved were computed and named before."""
+        self._reset = True
+        for request_id in self._requests:
+            self._given_up += self._layers.give_up(request_id)
 
     # -- saving ----------------------------------------------------------------------------------
 

@@ -42,6 +42,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     this host while nothing decodes, else asynchronously. `save`: "second" saves a block when this
     engine uses it for the second time. `layerwise`: "always" copies layer after layer beside the
     forward pass, loads and, while they are computed, saves; "auto" does so where it pays.
+    `weights_version` names the weights, `weights_version_file` a file with that name, which is read
+    again at each reset (`WeightsEpoch`).
     `load_tokens_min`: fewer tokens are computed rather than loaded; `save_tokens_min`: shorter
     prompts are not saved. `handoff_timeout_s`: how long a request waits for blocks that the
     instance which prefilled it has promised, and for the next ones while it prefills;
@@ -55,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     namespace: str = ""
     secret_file: str | None = None
     model_fingerprint: str | None = None
+    weights_version: str = ""
+    weights_version_file: str | None = None
     block_tokens: int = 512
     verify: Verify = "always"
     loading: Loading = "auto"
@@ -117,6 +121,8 @@ def read(extra: Mapping[str, Any]) -> Settings:
         "save_timeout_s",
     ):
         _check(name, check_timeout, getattr(settings, name))
+    if settings.weights_version and settings.weights_version_file is not None:
+        raise InvalidInput("weights_version and weights_version_file are set; pass one of them")
     _check("hbm_bytes", parse_bytes, settings.hbm_bytes)
     _check("namespace", namespace_fingerprint, settings.namespace + _LONGEST_SUFFIX)
     return settings
