@@ -351,6 +351,19 @@ class Service:
             ("kind",),
             [((kind,), float(self._not_learnt[kind])) for kind in ("schema", "instance")],
         )
+        yield (
+            "events_left_out_total",
+            "Events of an instance's cache that do not count: of unknown kinds, media and sizes.",
+            ("instance", "what"),
+            [
+                ((name, what), float(count))
+                for name, counts in self._left_out().items()
+                for what, count in counts.items()
+            ],
+        )
+
+    def _left_out(self) -> dict[str, dict[str, int]]:
+        return {} if self._feeding is None else self._feeding.left_out()
 
     def flip(self, instance: str, role: Role) -> None:
         """Start to change an instance's role. Raises UnknownInstance, Conflict."""
@@ -437,10 +450,15 @@ class Service:
         return self._no_instances[1] + self._no_feeds[1]
 
     def notes(self) -> list[str]:
-        """What operators should know though requests can be placed: silent instances, and engines
-        that could not be registered. At most `NAMED_MAX` of each."""
+        """What operators should know though requests can be placed: silent instances, engines that
+        could not be registered, and what of their events does not count. At most `NAMED_MAX` of
+        each."""
         engines = [] if self.engines is None else self.engines.troubles()
-        return silent(self.core.cluster, self.clock()) + engines[:NAMED_MAX]
+        left_out = [
+            f"{name}: {', '.join(counts)} are not in the index"
+            for name, counts in self._left_out().items()
+        ]
+        return silent(self.core.cluster, self.clock()) + engines[:NAMED_MAX] + left_out[:NAMED_MAX]
 
     def stop(self) -> None:
         """Report "stopping" as not ready, and end the streams, which would keep connections
