@@ -16,7 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ..core.hold import hold_of
-from ..core.silence import NAMED_MAX, silent
+from ..core.silence import NAMED_MAX, silent, unmeasured
 from ..core.state_metrics import state
 from ..errors import ConductorError, Conflict, InvalidRequest, UnknownModel, UnknownRequest
 from ..records import Decision, Load, Rejection, RequestEvent
@@ -241,6 +241,8 @@ class Service:
             self._feeding.follow_instance(spec, self.models.schema(spec.model))
         if spec is not None and (anew or self.spec(instance) != spec):
             self.core.register(spec, now)
+            if spec.fetches and not spec.block_bytes:
+                log.warning("%s has no block_bytes: nothing is fetched or copied for it", instance)
         self.core.heartbeat(instance, load or Load(), now)
 
     def learn_schema(self, spec: InstanceSpec, schema: str | KVSchema) -> None:
@@ -451,14 +453,19 @@ class Service:
 
     def notes(self) -> list[str]:
         """What operators should know though requests can be placed: silent instances, engines that
-        could not be registered, and what of their events does not count. At most `NAMED_MAX` of
-        each."""
+        could not be registered, what of their events does not count, and instances whose blocks
+        have no known size. At most `NAMED_MAX` of each."""
         engines = [] if self.engines is None else self.engines.troubles()
         left_out = [
             f"{name}: {', '.join(counts)} are not in the index"
             for name, counts in self._left_out().items()
         ]
-        return silent(self.core.cluster, self.clock()) + engines[:NAMED_MAX] + left_out[:NAMED_MAX]
+        return [
+            *silent(self.core.cluster, self.clock()),
+            *engines[:NAMED_MAX],
+            *left_out[:NAMED_MAX],
+            *unmeasured(self.core.cluster),
+        ]
 
     def stop(self) -> None:
         """Report "stopping" as not ready, and end the streams, which would keep connections
