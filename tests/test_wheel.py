@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,9 +39,14 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: it leaves things beside what it is built from."""
     folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("kvstore", "messenger", "kernels", "conductor", "bench"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
-    subprocess.run([*pip, str(folder), str(ROOT)], check=True, timeout=300)
+    subprocess.run([*pip, str(folder), str(folder)], check=True, timeout=300)
     (found,) = folder.glob("*.whl")
     return found
 
