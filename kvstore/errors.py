@@ -59,6 +59,11 @@ class DeadlineExceeded(TiffinError):
     """An operation without partial results did not finish within its `timeout_s`."""
 
 
+class ClientBusy(DeadlineExceeded):
+    """Other calls of the same client took all the time, so that the node was not asked: that says
+    nothing about the node."""
+
+
 class ClientClosed(TiffinError):
     """The caller used a verb or a view after `close()`, or after the release of its lease."""
 

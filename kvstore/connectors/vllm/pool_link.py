@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ...client.client import Client
-from ...errors import ClientClosed, DeadlineExceeded, NodeUnavailable, ProtocolError
+from ...errors import ClientBusy, ClientClosed, DeadlineExceeded, NodeUnavailable, ProtocolError
 from ...health import Health
 from ...pool.client import PoolClient
 
@@ -72,6 +72,8 @@ class PoolLink:
         client = self._connected(wait_s)
         try:
             result = action(client)
+        except ClientBusy:  # this process's own threads: one miss
+            raise
         except _FAILURES as error:
             self._failed(client, error)
             raise

@@ -14,7 +14,7 @@ from kvsupport import Background, Daemon, wait_until
 from tiffin.kvstore import Client
 from tiffin.kvstore.connectors.vllm import pool_link
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
-from tiffin.kvstore.errors import InvalidInput, NodeUnavailable, NoRoom
+from tiffin.kvstore.errors import ClientBusy, InvalidInput, NodeUnavailable, NoRoom
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +62,20 @@ def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_connects_in_the_background(link: PoolLink) -> None:
     wait_until(lambda: answers(link), "the link is there")
+
+
+def test_waiting_for_ones_own_threads_is_no_failure_of_the_pool(
+    link: PoolLink, long_rests: None
+) -> None:
+    """It costs one miss; the pool is asked by the next call."""
+
+    def busy(_: Client) -> Any:
+        raise ClientBusy("calls of other threads took all the time")
+
+    assert link.call(blocks, wait_s=30.0) == 0
+    with pytest.raises(ClientBusy):
+        link.call(busy)
+    assert link.call(blocks) == 0
 
 
 def test_a_call_can_wait_for_the_connection(link: PoolLink) -> None:
