@@ -29,7 +29,6 @@ SERVICE = (
     "httpx",
     "httpx_sse",
     "prometheus_client",
-    "pydantic",
     "uvicorn",
     "zmq",
 )

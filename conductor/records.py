@@ -88,7 +88,8 @@ class InstanceSpec:
     NVMe are local to the instance. `profile` names its latency profile. `kv_capacity_tokens` is the
     number of context tokens that its HBM has room for, `batch_max` how many requests it decodes at
     a time. `fetches`: whether its engine can fetch blocks from other instances and nodes, by a
-    connector of the pool; without it, only the instance's own blocks count. `part_tokens`: the
+    connector of the pool; without it, or without `block_bytes`, by which the time of a fetch is
+    predicted, only the instance's own blocks count. `part_tokens`: the
     tokens of its engine's own block, of which it re-uses whole ones only.
     """
 

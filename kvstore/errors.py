@@ -59,9 +59,9 @@ class DeadlineExceeded(TiffinError):
     """An operation without partial results did not finish within its `timeout_s`."""
 
 
-class TurnMissed(DeadlineExceeded):
-    """Calls of the client's other threads took all the time: nobody was asked, so this says nothing
-    of the health of a node."""
+class ClientBusy(DeadlineExceeded):
+    """Other calls of the same client took all the time, so that the node was not asked: that says
+    nothing about the node."""
 
 
 class ClientClosed(TiffinError):

@@ -40,7 +40,9 @@ ELSEWHERE = {
     "docker ": "it takes a docker, and a registry",
     "kubectl ": "it takes a cluster; tests/test_deployment.py checks the manifests",
     "kind ": "it takes a docker",
-    "pip ": "it installs",
+    "pip ": "it installs; tests/test_wheel.py installs the wheel with each extra",
+    "python3 -m venv ": "the same",
+    ". .venv/": "the same",
     "tiffin demo": "minutes; tests/bench/test_demo_processes.py",
     "tiffin bench": "it measures; tests/bench runs the same, small",
     "tiffin trace": "it takes the file of a trace; tests/bench/traces has its own",
@@ -117,9 +119,9 @@ def _status_of_a_pool(stage: Stage, command: str) -> None:
         _status(stage, command)
 
 
-def _status_of_what_is_up(stage: Stage, command: str) -> None:
+def _of_what_is_up(stage: Stage, command: str) -> None:
     """With the URL that `tiffin up` prints."""
-    _up(stage, "tiffin up --nodes 2 --redis")
+    _up(stage, "tiffin up --nodes 2 --redis", command.removesuffix(' "redis://..."'))
 
 
 @contextmanager
@@ -144,12 +146,13 @@ def _token(stage: Stage, command: str) -> None:
     assert (stage.folder / command.split()[2].lstrip("/")).stat().st_mode & 0o777 == 0o600
 
 
-def _up(stage: Stage, command: str) -> None:
+def _up(stage: Stage, command: str, then: str = "tiffin status") -> None:
+    """What it starts answers a command that gets its URL."""
     stage.files()
     more = "" if "--dram" in command else "--dram 1GiB"
     with stage.running(command, r"stop +Ctrl-C", more=more) as printed:
-        (asked,) = re.findall(r"status +(tiffin status .*)", stage.keep(printed))
-        stage.run(asked)
+        (asked,) = re.findall(r"status +tiffin status (.*)", stage.keep(printed))
+        stage.run(f"{then} {asked}")
 
 
 def _conductor(stage: Stage, command: str) -> None:
@@ -275,7 +278,8 @@ PLAYS: dict[str, Callable[[Stage, str], None]] = {
     "tiffin conductor add": _add,
     "tiffin conductor status --url https://": _asks_over_https,
     "tiffin gateway": _gateway,
-    'tiffin status "redis://..."': _status_of_what_is_up,
+    'tiffin status "redis://..."': _of_what_is_up,
+    'tiffin vllm-flags "redis://..."': _of_what_is_up,
     "python -m timeit": _timeit,
     "tiffin vllm-flags": _vllm_flags,
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from examplesupport import ROOT, Stage, leaves, program
-from plainsupport import run_all
+from plainsupport import Said, run_all
 
 from tiffin.bench.conductor.suite import SUITE as CONDUCTOR
 from tiffin.bench.gateway.suite import SUITE as GATEWAY
@@ -43,7 +43,7 @@ LACKING = {
         2, f"the conductor needs {SERVICE}, redis, opentelemetry; ", "conductor,redis,tracing",
     ),
     "conductor status": (2, f"the conductor's client needs {SERVICE}; ", "conductor"),
-    "conductor add http://127.0.0.1:1": (
+    "conductor add http://127.0.0.1:1 --profile llama-3.1-8b.h100.tp1.vllm": (
         2, f"the conductor's client needs {SERVICE}; ", "conductor",
     ),
     "profile http://127.0.0.1:1": (2, f"the profiler needs {SERVICE}; ", "conductor"),
@@ -65,12 +65,12 @@ LACKING = {
 }  # fmt: skip
 # Measurements of which something is missing are left out, and said.
 LEFT_OUT = {
-    "network --row locate": ("the directory needs redis; ", "redis"),
-    "conductor --row service": (f"the service needs {SERVICE}; ", "conductor"),
-    "conductor --row busy": ("this needs fastapi; ", "conductor"),
-    "gateway --row requests": (f"the service needs {SERVICE}; ", "conductor"),
-    "peers --row sglang": (f"the service needs {SERVICE}; ", "conductor"),
-    "vllm --row split": ("this needs httpx; ", "conductor"),
+    "network --row locate": "redis",
+    "conductor --row service": "conductor",
+    "conductor --row busy": "conductor",
+    "gateway --row requests": "conductor",
+    "peers --row sglang": "conductor",
+    "vllm --row split": "conductor",
 }
 
 
@@ -102,6 +102,7 @@ def test_what_is_needed_is_named_with_one_line() -> None:
     assert missing_extra(ModuleNotFoundError("no name")) is None
 
 
+@pytest.mark.full
 def test_every_measurement_is_there() -> None:
     """They are named by strings, and imported when they run."""
     for suite in (STORE, NETWORK, CONDUCTOR, GATEWAY, PEERS, VLLM):
@@ -111,10 +112,8 @@ def test_every_measurement_is_there() -> None:
             assert name
 
 
-def test_a_plain_install_has_every_command() -> None:
-    helps = [[*name.split()[1:], "--help"] for name, _ in leaves(program())]
-    bench = [f"bench {words}" for words in LEFT_OUT]
-    commands = [["--version"], ["--help"], *helps, *map(str.split, (*LACKING, *bench))]
+def run_plainly(commands: list[list[str]]) -> dict[str, Said]:
+    """What each says in a plain install."""
     absent = EXTRA_OF.keys() - OF_TYPER
     with tempfile.TemporaryDirectory(prefix="tiffin-x-") as folder:
         stage = Stage(Path(folder))
@@ -124,16 +123,34 @@ def test_a_plain_install_has_every_command() -> None:
             sys.executable, commands, stage.environment, Path(folder), without=absent
         )
     assert not imported & absent
-    by_words = {" ".join(words): one for words, one in zip(commands, said, strict=True)}
-    assert by_words["--version"].line.startswith("tiffin ")
+    return {" ".join(words): one for words, one in zip(commands, said, strict=True)}
+
+
+def check_lacking(said: dict[str, Said], lacking: dict[str, tuple[int, str, str]]) -> None:
+    for words, (status, lacks, extras) in lacking.items():
+        assert said[words].status == status, said[words]
+        assert said[words].text.count("\n") == 1, said[words]
+        assert said[words].line.endswith(f'{lacks}run: pip install "tiffin[{extras}]"')
+
+
+def test_a_plain_install_works() -> None:
+    lacking = {words: LACKING[words] for words in (f"status {REDIS}", "conductor", "demo")}
+    said = run_plainly([["--version"], ["--help"], *map(str.split, lacking)])
+    assert said["--version"].line.startswith("tiffin ")
+    assert (said["--help"].status, "Usage: tiffin" in said["--help"].text) == (0, True)
+    check_lacking(said, lacking)
+
+
+@pytest.mark.full
+def test_a_plain_install_has_every_command() -> None:
+    helps = [[*name.split()[1:], "--help"] for name, _ in leaves(program())]
+    bench = [f"bench {words}" for words in LEFT_OUT]
+    said = run_plainly([*helps, *map(str.split, (*LACKING, *bench))])
     for words in helps:
-        one = by_words[" ".join(words)]
+        one = said[" ".join(words)]
         assert (one.status, "Usage: tiffin" in one.text) == (0, True), one
-    for words, (status, lacks, extras) in LACKING.items():
-        assert by_words[words].status == status, by_words[words]
-        assert by_words[words].line.endswith(f'{lacks}run: pip install "tiffin[{extras}]"')
-    for words, (lacks, extras) in LEFT_OUT.items():
-        row = words.split()[-1]
-        line = f'left out {row}: {lacks}run: pip install "tiffin[{extras}]"'
-        assert line in by_words[f"bench {words}"].text.splitlines(), by_words[f"bench {words}"]
-        assert by_words[f"bench {words}"].status == 0
+    check_lacking(said, LACKING)
+    for words, extras in LEFT_OUT.items():
+        line = rf'^left out {words.split()[-1]}: .* run: pip install "tiffin\[{extras}\]"$'
+        assert re.search(line, said[f"bench {words}"].text, re.MULTILINE), said[f"bench {words}"]
+        assert said[f"bench {words}"].status == 0

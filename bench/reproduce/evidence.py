@@ -66,7 +66,8 @@ class Grid:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """All that one reproduction found. `notes` say what the paper leaves open and what was taken
-    for it, and why figures deviate."""
+    for it, and why figures deviate. `settings` are those that all figures have, if not those of the
+    paper."""
 
     comparisons: tuple[Comparison, ...] = ()
     statements: tuple[Statement, ...] = ()
@@ -74,3 +75,4 @@ class Evidence:
     notes: tuple[str, ...] = ()
     grids: tuple[Grid, ...] = ()
     goals: tuple[Goal, ...] = ()
+    settings: str = ""

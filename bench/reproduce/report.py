@@ -130,6 +130,8 @@ def _section(finding: Finding, images: str) -> str:
     command = f"`tiffin reproduce {about.name}`, {finding.wall_s:.0f} s."
     lines = [f"## {about.title}", "", f"{about.source}.{at_second_hand} {command}", ""]
     lines += [about.about, ""]
+    if found.settings:
+        lines += [f"Settings: {found.settings}.", ""]
     if found.comparisons:
         lines += ["| | paper | here | deviation |", "|---|--:|--:|--:|"]
         for one in found.comparisons:
@@ -234,9 +236,11 @@ Written by
 
 Constants, seeds and traces are inputs, the same for all: one hardware profile for each machine that
 a paper names, and the traces of [data](../bench/data/README.md). None is tuned for a result, and a
-section whose scenario was looked for says so. The paper's figure is beside ours, and **bold** is
-what deviates by more than 15%; the text below a table says why, as far as that was found out. What
-is a look-alike of a trace that is not public says so.
+section whose scenario was looked for says so. Sections of papers send each prompt to its engine as
+soon as it is placed, as the systems of these papers do (`order` arrival); the goals hold prompts
+back as the conductor does by default (`order` held), and say so. The paper's figure is beside ours,
+and **bold** is what deviates by more than 15%; the text below a table says why, as far as that was
+found out. What is a look-alike of a trace that is not public says so.
 
 """
 

@@ -21,6 +21,7 @@ from ..plots import png
 from ..traces.readers import read
 from ..traces.scaling import at_rate, window, with_tenants
 from .cluster.colocated import ColocatedOptions, simulate_colocated, summarise_colocated
+from .cluster.options import SHIPPED
 from .cluster.simulation import SimulationOptions, simulate
 from .instances.engine_options import EngineMode, EngineOptions
 from .results.curves import SimulationRun, curves
@@ -33,9 +34,17 @@ if TYPE_CHECKING:
 
     from ..traces.trace import Trace
 
-_DEFAULTS = SimulationOptions()
+_DEFAULTS = SHIPPED
 _REQUESTS = "Requests"
 _console = Console()
+
+
+class Order(StrEnum):
+    """Values of `SimulationOptions.order`."""
+
+    HELD = "held"
+    ARRIVAL = "arrival"
+    CONDUCTOR = "conductor"
 
 
 class Preemption(StrEnum):
@@ -100,6 +109,13 @@ def simulated(
     ttft: Annotated[float | None, typer.Option(min=0.001, help="Objective, in seconds.")] = None,
     tbt: Annotated[float | None, typer.Option(min=0.001, help="Objective, in seconds.")] = None,
     admission: Annotated[str, typer.Option(help="The conductor's admission mode.")] = "off",
+    order: Annotated[
+        Order,
+        typer.Option(
+            help="held: prompts are sent in the conductor's order, as it does by default; arrival: "
+            "at once; conductor: instances ask."
+        ),
+    ] = Order.HELD,
     late: Annotated[
         float, typer.Option(min=0, help="Seconds until the conductor hears of anything.")
     ] = _DEFAULTS.late_s,
@@ -165,6 +181,7 @@ def simulated(
         ttft_s=ttft,
         tbt_s=tbt,
         admission=admission,
+        order=order.value,
         late_s=late,
         seed=seed,
         noise=noise,

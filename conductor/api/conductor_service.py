@@ -16,7 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ..core.hold import hold_of
-from ..core.silence import NAMED_MAX, silent
+from ..core.silence import NAMED_MAX, silent, unmeasured
 from ..core.state_metrics import state
 from ..errors import ConductorError, Conflict, InvalidRequest, UnknownModel, UnknownRequest
 from ..records import Decision, Load, Rejection, RequestEvent
@@ -241,6 +241,8 @@ class Service:
             self._feeding.follow_instance(spec, self.models.schema(spec.model))
         if spec is not None and (anew or self.spec(instance) != spec):
             self.core.register(spec, now)
+            if spec.fetches and not spec.block_bytes:
+                log.warning("%s has no block_bytes: nothing is fetched or copied for it", instance)
         self.core.heartbeat(instance, load or Load(), now)
 
     def learn_schema(self, spec: InstanceSpec, schema: str | KVSchema) -> None:
@@ -351,6 +353,19 @@ class Service:
             ("kind",),
             [((kind,), float(self._not_learnt[kind])) for kind in ("schema", "instance")],
         )
+        yield (
+            "events_left_out_total",
+            "Events of an instance's cache that do not count: of unknown kinds, media and sizes.",
+            ("instance", "what"),
+            [
+                ((name, what), float(count))
+                for name, counts in self._left_out().items()
+                for what, count in counts.items()
+            ],
+        )
+
+    def _left_out(self) -> dict[str, dict[str, int]]:
+        return {} if self._feeding is None else self._feeding.left_out()
 
     def flip(self, instance: str, role: Role) -> None:
         """Start to change an instance's role. Raises UnknownInstance, Conflict."""
@@ -437,10 +452,20 @@ class Service:
         return self._no_instances[1] + self._no_feeds[1]
 
     def notes(self) -> list[str]:
-        """What operators should know though requests can be placed: silent instances, and engines
-        that could not be registered. At most `NAMED_MAX` of each."""
+        """What operators should know though requests can be placed: silent instances, engines that
+        could not be registered, what of their events does not count, and instances whose blocks
+        have no known size. At most `NAMED_MAX` of each."""
         engines = [] if self.engines is None else self.engines.troubles()
-        return silent(self.core.cluster, self.clock()) + engines[:NAMED_MAX]
+        left_out = [
+            f"{name}: {', '.join(counts)} are not in the index"
+            for name, counts in self._left_out().items()
+        ]
+        return [
+            *silent(self.core.cluster, self.clock()),
+            *engines[:NAMED_MAX],
+            *left_out[:NAMED_MAX],
+            *unmeasured(self.core.cluster),
+        ]
 
     def stop(self) -> None:
         """Report "stopping" as not ready, and end the streams, which would keep connections

@@ -132,6 +132,7 @@ class Conductor:
         self.ledger = Ledger(self.cluster, self.dispatch)
         self.output_caps = OutputCaps()
         self.bookings = TransferBookings(self.cluster, self.transfers)
+        self.dispatch.sent = self.bookings.sent
         self.names = Names(self.cluster, self.holdings, self.transfers, self.bookings)
         self.moves = DecodeMoves(self)
         self.rebinder = Rebinder(self)
@@ -281,7 +282,7 @@ class Conductor:
         self.cluster.register(spec, latency, now)
         if before == spec.model and spec.id in self.steering.flipping():
             self.cluster.assign(spec.id, on=False)  # a role flip may restart it: keep it draining
-        self.dispatch.asks(self.cluster.row(spec.id), spec.labels.get(PULLS_LABEL) == "true")
+        self.dispatch.asks(self.cluster.row(spec.id), spec.labels.get(PULLS_LABEL) == "true", now)
         self.index.holder(spec.id, "hbm")
         self.parts.index.holder(spec.id, "hbm")
         if spec.node:
@@ -444,12 +445,14 @@ class Conductor:
             refused = RefusedRequest(full, computed_tokens=flight.prefill_tokens)
             return self._refuse(request, refused, now)
         self._make_way(preempted, request.id, now)
-        self.bookings.decided(flight, now)
+        held = self.dispatch.holds(request.id)
+        self.bookings.decided(flight, now, held=held)
         ready_at = now + flight.prefilled_s
         node_number = int(self.cluster.node[flight.prefill_row])
         self.computing.begin(
             request.id, flight.prefill_row, node_number, request.keys,
-            min(flight.hbm_blocks, len(request.keys)), ready_at, now, flight.ready_at,
+            min(flight.hbm_blocks, len(request.keys)), ready_at, now,
+            0.0 if held else flight.ready_at,  # else it has its place already
         )  # fmt: skip
         output = accepted.plan.output_tokens
         decode_s = admission.expected_decode_s(

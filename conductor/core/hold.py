@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import UnknownRequest
+from ..prefill.wait_estimate import FETCH_AHEAD_S_MAX
 from .inflight_requests import RequestPhase
 
 if TYPE_CHECKING:
@@ -46,5 +47,6 @@ def hold_of(core: Conductor, request_id: str, now: float) -> Hold:
     if not core.takes_both(flight):
         return Hold("moved")
     begins_at = flight.decided_at + flight.decision.predicted_ttft_s - flight.own_s
-    release_s = max(0.0, begins_at - core.settings.queue.ahead_s - now)
+    fetch_s = min(max(0.0, flight.ready_at - flight.decided_at), FETCH_AHEAD_S_MAX)
+    release_s = max(0.0, begins_at - core.settings.queue.ahead_s - fetch_s - now)
     return Hold("held", core.queues.place(row, flight.request.priority), release_s)

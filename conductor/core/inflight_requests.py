@@ -142,8 +142,11 @@ class Ledger:
         they are still in flight, and the caller must end them. Returns None, with nothing reserved,
         if the queue is full."""
         request, row = flight.request, flight.prefill_row
-        waiter = Waiter(request.id, flight.prefill_s, now, request.priority, request.tenant)
-        pushed = self._dispatch.enter(row, waiter, now, flight.ready_at)
+        waiter = Waiter(
+            *(request.id, flight.prefill_s, now, request.priority, request.tenant),
+            fetch_s=max(flight.ready_at - now, 0.0),
+        )
+        pushed = self._dispatch.enter(row, waiter, now)
         if not pushed.accepted:
             return None
         self._flights[request.id] = flight

@@ -15,6 +15,17 @@ if TYPE_CHECKING:
 NAMED_MAX = 10
 
 
+def unmeasured(cluster: Cluster) -> list[str]:
+    """What it means that instances which could fetch have not said how large their blocks are."""
+    rows = np.flatnonzero(cluster.used & (cluster.block_bytes == 0)).tolist()
+    specs = [spec for row in rows if (spec := cluster.specs[row]) is not None and spec.fetches]
+    if not specs:
+        return []
+    names = ", ".join(spec.id for spec in specs[:NAMED_MAX])
+    more = f" and {len(specs) - NAMED_MAX} more" if len(specs) > NAMED_MAX else ""
+    return [f"without block_bytes nothing is fetched or copied for {names}{more}"]
+
+
 def silent(cluster: Cluster, now: float, model: str | None = None) -> list[str]:
     """The instances that are lost, of all models or of one, those that were heard last first, as
     "engine-1 is registered, silent for 12 s". At most `NAMED_MAX`, and then how many more."""

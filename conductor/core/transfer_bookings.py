@@ -1,7 +1,8 @@
 """The transfers of requests and of orders, booked where their bytes move: each begins once and ends
 once. Pure.
 
-    a request's fetches    from its decision until `fetched`, or its prefill begins
+    a request's fetches    from its decision until `fetched`, or its prefill begins; of one that is
+                           held, planned from its decision, and in flight from its release
     its hand-over          planned from its decision; in flight from `prefill_done` (overlapped:
                            from `prefill_began`) until `handed_over`, or its first decoded tokens
     a move while decoding  from its order until its outcome
@@ -50,11 +51,13 @@ class _Begun(NamedTuple):
 
 @dataclass(slots=True)
 class _Booked:
-    """What is booked for a request: what it fetches, what it will hand over, what it does."""
+    """What is booked for a request: what it fetches, or will fetch, what it will hand over, what it
+    does."""
 
-    fetches: list[_Begun]
+    to_fetch: tuple[Move, ...]
     planned: tuple[Move, ...]
     overlapped: bool
+    fetches: list[_Begun] = field(default_factory=list)
     handover: list[_Begun] = field(default_factory=list)
 
 
@@ -77,23 +80,31 @@ class TransferBookings:
         moves += [one.move for one in self._moves.values()]
         for booked in self._requests.values():
             moves += [one.move for one in (*booked.fetches, *booked.handover)]
-            moves += booked.planned
+            moves += (*booked.to_fetch, *booked.planned)
         return {number for move in moves for number in (move.source, move.target)}
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def decided(self, flight: InflightRequest, now: float) -> None:
-        """A request was placed: its fetches begin, and its KV will be handed over when its prefill
-        is done (overlapped: when that begins)."""
+    def decided(self, flight: InflightRequest, now: float, *, held: bool = False) -> None:
+        """A request was placed: its fetches begin, unless it is `held`, and its KV will be handed
+        over when its prefill is done (overlapped: when that begins)."""
         decision = flight.decision
         ready_s = flight.prefilled_s - (flight.own_s if flight.overlapped else 0.0)
-        for move in flight.handover:
-            self._transfers.plan(move.source, move.target, move.nbytes, now + max(ready_s, 0.0))
-        self._requests[decision.request_id] = _Booked(
-            [self._begin(move, now) for move in flight.fetches],
-            flight.handover,
-            flight.overlapped,
-        )
+        self._plan(flight.handover, now + max(ready_s, 0.0))
+        booked = _Booked(flight.fetches, flight.handover, flight.overlapped)
+        self._requests[decision.request_id] = booked
+        turn_at = flight.decided_at + decision.predicted_ttft_s - flight.own_s
+        self._plan(booked.to_fetch, max(now, turn_at - max(flight.ready_at - now, 0.0)))
+        if not held:
+            self.sent(decision.request_id, now)
+
+    def sent(self, request_id: str, now: float) -> None:
+        """It was sent to its engine, which begins to fetch."""
+        booked = self._requests.get(request_id)
+        if booked is not None:
+            moves = booked.to_fetch
+            self._stop_fetches(booked)
+            booked.fetches = [self._begin(move, now) for move in moves]
 
     def fetched(self, request_id: str, now: float) -> None:
         """All that it fetches has come."""
@@ -102,13 +113,13 @@ class TransferBookings:
             return
         if len(booked.fetches) == 1:
             self._learn(booked.fetches[0], now)
-        self._end(booked.fetches)
+        self._stop_fetches(booked)
 
     def prefill_began(self, request_id: str, now: float) -> None:
         """Its blocks are there; overlapped, its KV begins to leave."""
         booked = self._requests.get(request_id)
         if booked is not None:
-            self._end(booked.fetches)
+            self._stop_fetches(booked)
             if booked.overlapped:
                 self._hand_over(booked, now)
 
@@ -116,7 +127,7 @@ class TransferBookings:
         """Its blocks were there, and its KV leaves."""
         booked = self._requests.get(request_id)
         if booked is not None:
-            self._end(booked.fetches)
+            self._stop_fetches(booked)
             self._hand_over(booked, now)
 
     def handed_over(self, request_id: str, now: float, *, told: bool = True) -> None:
@@ -126,15 +137,16 @@ class TransferBookings:
             return
         if told and len(booked.handover) == 1 and not booked.overlapped:
             self._learn(booked.handover[0], now)
-        self._unplan(booked)  # if that is told before the end of its prefill
+        self._cancel_plans(booked.planned)  # if that is told before the end of its prefill
+        booked.planned = ()
         self._end(booked.handover)
 
     def ended(self, request_id: str) -> None:
         """It has ended, or an instance of it has gone: nothing moves for it any more."""
         booked = self._requests.pop(request_id, None)
         if booked is not None:
-            self._unplan(booked)
-            self._end(booked.fetches)
+            self._cancel_plans(booked.planned)
+            self._stop_fetches(booked)
             self._end(booked.handover)
 
     def moves(self, request_id: str, move: Move, now: float) -> None:
@@ -174,14 +186,23 @@ class TransferBookings:
         return _Begun(move, now, begun + 2 if known and not in_flight else -1)
 
     def _hand_over(self, booked: _Booked, now: float) -> None:
-        moves = booked.planned
-        self._unplan(booked)
+        moves, booked.planned = booked.planned, ()
+        self._cancel_plans(moves)
         booked.handover += [self._begin(move, now) for move in moves]
 
-    def _unplan(self, booked: _Booked) -> None:
-        for move in booked.planned:
+    def _stop_fetches(self, booked: _Booked) -> None:
+        """What it fetches is there, or nobody fetches it."""
+        self._cancel_plans(booked.to_fetch)
+        booked.to_fetch = ()
+        self._end(booked.fetches)
+
+    def _plan(self, moves: tuple[Move, ...], ready_at: float) -> None:
+        for move in moves:
+            self._transfers.plan(move.source, move.target, move.nbytes, ready_at)
+
+    def _cancel_plans(self, moves: tuple[Move, ...]) -> None:
+        for move in moves:
             self._transfers.unplan(move.source, move.target, move.nbytes)
-        booked.planned = ()
 
     def _end(self, moves: list[_Begun]) -> None:
         for move, _, _ in moves:

@@ -18,9 +18,12 @@ several conductors each has a share of both, in proportion to the requests that 
 (`elsewhere`) have for the instance, and of `ahead_max` at least one: together they exceed the limit
 by one for each conductor at most, and if the others have nothing there, one has all.
 
-**Blocks that still come** do so in the engine: a request that fetches some, or waits for another
-one to compute them, is sent at once. The engine computes others meanwhile, and this one is ahead as
-soon as its blocks have come.
+**Blocks that are fetched** come once the request is sent: an engine begins then, and computes
+others meanwhile. Such a request waits for its turn as all others do, or whoever fetches would pass
+all that are held. But all that wait are sent earlier, in their order, by as long as the blocks of
+any of them take to come (`Waiter.fetch_s`, at most `FETCH_AHEAD_S_MAX`), so that these are there at
+its turn. It has a place from its release on, and is computed once its blocks are there: before
+those that were sent after it, and not before the one that is computed.
 
 **Engines that ask** (`asks`) are sent everything at once and ask which request to compute: `next`
 answers in the queue's order. So nothing is held for them, and one request counts as being computed.
@@ -55,18 +58,21 @@ _ACCEPTED = Pushed(True)
 
 @dataclass(slots=True)
 class _Released:
-    """A request that is ahead in an engine. `counts`: it takes a place, as it is not late. `given`:
-    it was the answer to an engine that asked. `begun`: the engine said so."""
+    """A request that is ahead in an engine. `ready_at`: when its blocks come; None: they are there.
+    `counts`: it takes a place, as it is not late. `given`: it was the answer to an engine that
+    asked. `begun`: the engine said so."""
 
     waiter: Waiter
     late_at: float
+    ready_at: float | None = None
     counts: bool = True
     given: bool = False
     begun: bool = False
 
     @property
     def seconds(self) -> float:
-        return self.waiter.seconds
+        """Of what the engine could compute now."""
+        return self.waiter.seconds if self.ready_at is None else 0.0
 
 
 @dataclass(slots=True)
@@ -78,8 +84,38 @@ class _Engine:
 
     @property
     def seconds(self) -> float:
-        """Of prefill, of those that count."""
+        """Of prefill, of those that count and have their blocks."""
         return sum(one.seconds for one in self.released.values() if one.counts)
+
+    @property
+    def first(self) -> str | None:
+        """The one that is computed: the first one that has its blocks."""
+        ready = (name for name, one in self.released.items() if one.ready_at is None)
+        return next(ready, None)
+
+    def busy_s(self, running_s: float, until_s: float, now: float) -> float:
+        """Seconds until the engine stands still, which it may do up to `until_s` from now.
+        `running_s`: left of what has its blocks."""
+        busy_s = running_s
+        coming = [one for one in self.released.values() if one.ready_at is not None and one.counts]
+        for one in sorted(coming, key=_ready_at):
+            ready_s = _ready_at(one) - now
+            if ready_s > max(busy_s, until_s):
+                break
+            busy_s = max(busy_s, ready_s) + one.waiter.seconds
+        return busy_s
+
+    def ready(self, request_id: str) -> _Released:
+        """The blocks of one have come: its engine computes it before those that were sent after it,
+        and after the one that it computes."""
+        one, first = self.released[request_id], self.first
+        one.ready_at = None
+        if first is not None and self.first == request_id:
+            names = list(self.released)
+            names.remove(request_id)
+            names.insert(names.index(first) + 1, request_id)
+            self.released = {name: self.released[name] for name in names}
+        return one
 
     def seconds_from(self, request_id: str) -> float:
         """Of this one and those behind it."""
@@ -91,11 +127,15 @@ class _Engine:
         one.counts = False
 
 
+def _ready_at(one: _Released) -> float:
+    return -math.inf if one.ready_at is None else one.ready_at
+
+
 class Dispatcher:
     """What is ahead at each row of the cluster; see the top of the file. Not thread-safe.
 
     `elsewhere(row)`: requests that other conductors have there, waiting or ahead; None if there are
-    no others.
+    no others. `sent(request_id, now)` is called when one that was held, and fetches, is released.
     """
 
     def __init__(self, queues: Queues, settings: QueueSettings) -> None:
@@ -105,15 +145,16 @@ class Dispatcher:
         self._late: list[tuple[float, int, str]] = []
         self._ended: deque[str] = deque(maxlen=ENDED_MAX)
         self.elsewhere: Callable[[int], int] | None = None
+        self.sent: Callable[[str, float], None] = lambda request_id, now: None
 
     # -- the life of a request ---------------------------------------------------------------------
 
-    def enter(self, row: int, waiter: Waiter, now: float, ready_at: float = -math.inf) -> Pushed:
-        """Release a request at once if a place is free and nobody waits, or if its blocks come only
-        at `ready_at`; else enqueue it. Raises as `Queues.push`."""
-        if ready_at > now:
-            pushed = self._queues.expect(row, waiter, ready_at)
-        elif self._free(row, now) and self._queues.begin(row, waiter, now):
+    def enter(self, row: int, waiter: Waiter, now: float) -> Pushed:
+        """Release a request at once if a place is free and nobody waits; else enqueue it, once its
+        blocks have come if nothing is held. Raises as `Queues.push`."""
+        if waiter.fetch_s and not self._holds_at(row):
+            pushed = self._queues.expect(row, waiter, now + waiter.fetch_s)
+        elif self._free(row, now, waiter.fetch_s) and self._queues.begin(row, waiter, now):
             self._ahead(row, waiter, now)
             return _ACCEPTED
         else:
@@ -129,7 +170,7 @@ class Dispatcher:
             self._ready(row, request_id, ready_at)
 
     def fetched(self, request_id: str, now: float) -> None:
-        """The blocks of a request have come."""
+        """The blocks of a request have come. Who fetched for one that is held may say so, too."""
         row = self._queues.ready(request_id)
         if row is not None:
             self._ready(row, request_id, now)
@@ -137,6 +178,8 @@ class Dispatcher:
     def began(self, row: int, request_id: str, began_at: float) -> None:
         """Its engine computes it since then: what is left there is known better. An engine with an
         order of its own may have taken another one than was thought, which then still waits."""
+        if self._queues.ready_at(request_id) is not None:
+            self.fetched(request_id, began_at)
         engine = self._engines.get(row)
         if engine is None:
             return
@@ -156,11 +199,13 @@ class Dispatcher:
             if self._queues.remove(request_id) is not None:
                 self._end((request_id,))
         else:
-            oldest = next(iter(engine.released)) == request_id
+            computed = engine.first == request_id or engine.released[request_id].begun
             one = engine.released.pop(request_id)
             engine.stop_counting(one)
+            if one.ready_at is not None:
+                self._queues.remove(request_id)
             left_s = engine.seconds
-            if not oldest:  # it was given up, or overtaken in the engine: the others go on
+            if not computed:  # it was given up, or overtaken in the engine: the others go on
                 left_s = max(self._queues.running_s(row, at) - one.seconds, 0.0)
             self._queues.done(row, at, left_s)
         self._go_on(row, now, now if self._holds_at(row) else at)
@@ -181,6 +226,7 @@ class Dispatcher:
             self._end((waiter.request_id,))
             names.append(waiter.request_id)
         for name in names:
+            self.fetched(name, now)  # its engine computes it now
             engine.released[name].given = True
         return names
 
@@ -200,18 +246,18 @@ class Dispatcher:
 
     # -- settings and time -------------------------------------------------------------------------
 
-    def asks(self, row: int, yes: bool) -> None:
+    def asks(self, row: int, yes: bool, now: float) -> None:
         """Set whether the engine of a row asks what to compute next."""
         if not yes:
             self._asking.discard(row)
         elif row not in self._asking:
             self._asking.add(row)
-            self._end(self._waiting(row))
+            self._send(self._waiting(row), now)
 
     def configure(self, settings: QueueSettings, now: float) -> None:
         """Change the settings, after those of the queues."""
         if not settings.ahead_max:
-            self._end(waiter.request_id for waiter in self._queues)
+            self._send([waiter.request_id for waiter in self._queues], now)
         self._settings = settings
         for row in self._queues.rows():
             self._go_on(row, now)
@@ -264,8 +310,8 @@ class Dispatcher:
         """Whether requests for the engine of a row are held."""
         return self.holding and row not in self._asking
 
-    def _free(self, row: int, now: float) -> bool:
-        """Whether one more may be ahead in the engine of a row."""
+    def _free(self, row: int, now: float, fetch_s: float = 0.0) -> bool:
+        """Whether one more, whose blocks come in `fetch_s`, may be ahead in the engine of a row."""
         engine = self._engines.get(row)
         if engine is None or not engine.places:
             return True
@@ -273,7 +319,13 @@ class Dispatcher:
             return False
         share, settings = self._share(row, engine), self._settings
         most = max(1, round(settings.ahead_max * share))
-        return engine.places < most or self._queues.running_s(row, now) < settings.ahead_s * share
+        if engine.places < most:
+            return True
+        ahead_s = settings.ahead_s * share
+        busy_s = engine.busy_s(self._queues.running_s(row, now), max(fetch_s, ahead_s), now)
+        if not engine.seconds and busy_s <= fetch_s:  # it stands still
+            return True
+        return busy_s < fetch_s + ahead_s
 
     def _share(self, row: int, engine: _Engine) -> float:
         """This conductor's share of the places at a row."""
@@ -286,21 +338,35 @@ class Dispatcher:
     def _go_on(self, row: int, now: float, free_at: float = math.inf) -> None:
         """Release the queue's next ones while there are places. `free_at`: of the engine, if that
         was earlier, and it had them."""
-        while self._free(row, now):
+        while self._next_goes(row, now):
             waiter = self._queues.take(row, now, free_at)
             if waiter is None:
                 return
             self._ahead(row, waiter, now)
             self._end((waiter.request_id,))
+            if self._queues.ready_at(waiter.request_id) is not None:
+                self.sent(waiter.request_id, now)
+
+    def _next_goes(self, row: int, now: float) -> bool:
+        """Whether the next one in the queue may be ahead, or has to be, for one that fetches."""
+        fetch_s = self._queues.longest_fetch_s(row)
+        return self._free(row, now) or (fetch_s > 0.0 and self._free(row, now, fetch_s))
 
     def _ahead(self, row: int, waiter: Waiter, now: float) -> None:
         engine = self._engines.setdefault(row, _Engine())
-        until_s = self._queues.running_s(row, now)  # with its own
-        one = _Released(waiter, now + until_s + max(until_s, LATE_S_MIN))
+        one = _Released(waiter, now, self._queues.ready_at(waiter.request_id))
         engine.released[waiter.request_id] = one
         engine.places += 1
+        self._expect_end(row, one, now)
+
+    def _expect_end(self, row: int, one: _Released, now: float) -> None:
+        """When it is late."""
+        until_s = self._queues.running_s(row, now)
+        if one.ready_at is not None:  # else with its own
+            until_s = max(until_s, one.ready_at - now) + one.waiter.seconds
+        one.late_at = now + until_s + max(until_s, LATE_S_MIN)
         if self.holding:
-            heapq.heappush(self._late, (one.late_at, row, waiter.request_id))
+            heapq.heappush(self._late, (one.late_at, row, one.waiter.request_id))
 
     def _taken(self, row: int, engine: _Engine, request_id: str, at: float) -> None:
         """An engine computes one that waits in the queue here, and not those that were taken for
@@ -316,13 +382,27 @@ class Dispatcher:
 
     def _ready(self, row: int, request_id: str, at: float) -> None:
         """The engine has a request already whose blocks have come, and computes it in its turn."""
-        if self._holds_at(row):
-            found = self._queues.remove(request_id)
-            assert found is not None
-            self._queues.start(row, found[1], at)
-            self._ahead(row, found[1], at)
-        else:
+        engine = self._engines.get(row)
+        one = None if engine is None else engine.released.get(request_id)
+        coming = one is not None and one.ready_at is not None
+        if not coming and not self._holds_at(row):
             self._go_on(row, at)
+            return
+        found = self._queues.remove(request_id)
+        assert found is not None
+        self._queues.start(row, found[1], at)
+        if engine is not None and coming:
+            self._expect_end(row, engine.ready(request_id), at)
+        else:  # it was sent before anything was held
+            self._ahead(row, found[1], at)
+
+    def _send(self, names: Iterable[str], now: float) -> None:
+        """These are held no longer."""
+        for name in names:
+            if self._queues.row_of(name) is not None:
+                self._queues.ready(name)
+                self.sent(name, now)
+            self._end((name,))
 
     def _waiting(self, row: int) -> list[str]:
         return [waiter.request_id for waiter in self._queues.at(row) or ()]

@@ -28,7 +28,7 @@ Memory: some 200 bytes per part of 16 tokens, as `bench/conductor/index.py` meas
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -53,6 +53,9 @@ PARTS_MAX = 262_144
 # events come within milliseconds of each other, so this long is for the events of a replay.
 WAITING_MAX = 65_536
 WAITING_S = 60.0
+
+# How many sizes of refused parts have a count of their own; an engine has one or two.
+_SIZES_MAX = 8
 
 # Remembered hashes of foreign parts: as many tokens, 100 bytes each.
 FOREIGN_MAX = 65_536
@@ -193,6 +196,7 @@ class Folder:
         self, chain: EngineChain, *, counts_copies: bool = True, parts_max: int = PARTS_MAX
     ) -> None:
         self.counts = Counts()
+        self.refused_sizes: Counter[str] = Counter()  # `refused_parts`, by what they are
         self._chain = chain
         self._counts_copies = counts_copies
         self._parts_max = parts_max
@@ -239,7 +243,7 @@ class Folder:
             self._named(event, changes)
             return self._with_starts(changes)
         if not self._fits(event.part_tokens):
-            self.counts.refused_parts += len(event.hashes)
+            self._refuse(event)
             return changes
         ready = [_Waiting(event, now)]
         while ready:
@@ -279,6 +283,13 @@ class Folder:
                 f"{len(event.hashes)} blocks of {event.part_tokens} tokens with "
                 f"{len(event.tokens) // TOKEN_BYTES} tokens: all tokens of all blocks are needed"
             )
+
+    def _refuse(self, event: EngineStored) -> None:
+        self.counts.refused_parts += len(event.hashes)
+        what = f"blocks of {event.part_tokens} tokens, in a pool of {self._chain.block_tokens},"
+        if what not in self.refused_sizes and len(self.refused_sizes) >= _SIZES_MAX:
+            what = "blocks of other sizes"
+        self.refused_sizes[what] += len(event.hashes)
 
     def _fits(self, part_tokens: int) -> bool:
         """Whether parts of this size divide a pool block; the first accepted size is the engine's

@@ -15,6 +15,7 @@ bound.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -38,7 +39,17 @@ _HASHES_MAX = 1 << 20
 _TOKENS_MAX = 16 << 20
 
 _MASK = (1 << 64) - 1
-_TIERS = {None: "hbm", "GPU": "hbm", "CPU": "dram", "STORAGE": "nvme"}
+# Of vLLM, SGLang (CPU_PINNED) and Mooncake (DISK), in capitals. What is outside of the engine
+# (EXTERNAL, SHARED_STORAGE) leaves without an event: it is not believed.
+_TIERS = {
+    "GPU": "hbm",
+    "CPU": "dram",
+    "CPU_PINNED": "dram",
+    "STORAGE": "nvme",
+    "DISK": "nvme",
+}
+# How many kinds of what is left out have a count of their own.
+_LEFT_OUT_MAX = 32
 # Kinds of groups that keep every token.
 _FULL_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
 
@@ -111,6 +122,15 @@ _batch_decoder = msgspec.msgpack.Decoder(_Batch)
 _row_batch_decoder = msgspec.msgpack.Decoder(_BatchRow)
 _event_decoder = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared)
 _row_decoder = msgspec.msgpack.Decoder(_StoredRow | _RemovedRow | _ClearedRow)
+_KNOWN = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
+
+
+class _Kind(msgspec.Struct):
+    type: Word
+
+
+_kind_decoder = msgspec.msgpack.Decoder(_Kind)
+_first_decoder = msgspec.msgpack.Decoder(list[Any])
 _NOT_EVENTS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -134,15 +154,26 @@ class EventReader:
     def __init__(self, namespace_of: Callable[[str], str | None] = lora_namespace) -> None:
         self._namespace_of = namespace_of
         self._groups: set[int] = set()  # followed groups; removals only have the group's number
+        # Events of kinds and of media that are not known, by what they are.
+        self.left_out: Counter[str] = Counter()
 
     def read(self, payload: bytes) -> list[Event]:
-        """The events of a batch, in order; events of groups that are not followed and of unknown
-        media are left out. Raises BadEvents."""
+        """The events of a batch, in order; events of groups that are not followed are left out, and
+        those of unknown kinds and media, which are counted. Raises BadEvents."""
         events: list[Event] = []
         try:
             for raw in _raws(payload):
-                decoder = _event_decoder if _is_map(bytes(memoryview(raw)[:1])) else _row_decoder
-                events += self._translate(decoder.decode(raw))
+                is_map = _is_map(bytes(memoryview(raw)[:1]))
+                decoder = _event_decoder if is_map else _row_decoder
+                try:
+                    event = decoder.decode(raw)
+                except msgspec.ValidationError:
+                    kind = _kind_of(raw, is_map)
+                    if kind in _KNOWN:
+                        raise
+                    self._leave_out(f"events of the kind {kind}")
+                    continue
+                events += self._translate(event)
         except _NOT_EVENTS as error:
             raise BadEvents(f"not a batch of KV events: {error}") from error
         except (OverflowError, ValueError) as error:
@@ -153,18 +184,31 @@ class EventReader:
         if isinstance(event, BlockStored):
             return self._stored(event)
         if isinstance(event, BlockRemoved | _RemovedRow):
-            tier = _TIERS.get(event.medium)
+            tier = self._tier(event.medium)
             if tier is None or not self._follows(event.group_idx):
                 return ()
             copies = getattr(event, "remaining_copy_counts", None) or ()
             return (EngineRemoved([_number(one) for one in event.block_hashes], tier, copies),)
         return (CacheCleared(),)
 
+    def _tier(self, medium: str | None) -> str | None:
+        if medium is None:
+            return "hbm"
+        tier = _TIERS.get(medium.upper())
+        if tier is None:
+            self._leave_out(f"blocks in {medium}")
+        return tier
+
+    def _leave_out(self, what: str) -> None:
+        if what not in self.left_out and len(self.left_out) >= _LEFT_OUT_MAX:
+            what = "others"
+        self.left_out[what] += 1
+
     def _follows(self, group: int | None) -> bool:
         return group is None or group in self._groups
 
     def _stored(self, event: BlockStored) -> Sequence[Event]:
-        tier = _TIERS.get(event.medium)
+        tier = self._tier(event.medium)
         if tier is None or event.kv_cache_spec_kind not in _FULL_KINDS or not event.block_hashes:
             return ()
         if event.group_idx is not None:
@@ -215,6 +259,16 @@ class EventReader:
 def _raws(payload: bytes) -> list[msgspec.Raw]:
     decoder = _batch_decoder if _is_map(payload[:1]) else _row_batch_decoder
     return decoder.decode(payload).events
+
+
+def _kind_of(raw: msgspec.Raw, is_map: bool) -> str:
+    """The type that an event says it has. Raises DecodeError for what is no event."""
+    if is_map:
+        return _kind_decoder.decode(raw).type
+    row = _first_decoder.decode(raw)
+    if not row or not isinstance(row[0], str):
+        raise msgspec.ValidationError("an event without a type")
+    return row[0][:64]
 
 
 def _is_map(first: bytes) -> bool:

@@ -82,6 +82,7 @@ class _Engine:
         self.reader = EventReader(publisher.namespace_of)
         self.numbering = Numbering(replays=bool(publisher.replay), now=now)
         self.counts: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()  # events that do not count, by what they are
         self.tiers = {"hbm"}  # tiers that it reported; others may be a node's of the same name
         self._context = context
         self.live = self._connect(zmq.SUB, publisher.endpoint)
@@ -179,6 +180,15 @@ class VllmFeed:
         """Per publisher: counters, and the numbers of known and of waiting parts."""
         with self._lock:
             return {name: _numbers(engine) for name, engine in self._engines.items()}
+
+    def left_out(self) -> dict[str, dict[str, int]]:
+        """Per publisher, the events that do not count, by what they are."""
+        with self._lock:
+            return {
+                name: dict(engine.left_out)
+                for name, engine in self._engines.items()
+                if engine.left_out
+            }
 
     def close(self) -> None:
         """End; idempotent."""
@@ -381,11 +391,21 @@ class VllmFeed:
             self._doubt(engine)  # the batch may have contained removals
             return
         refused = [why for event in events if (why := self._fold_event(engine, event))]
+        self._note_left_out(engine)
         if refused:  # once per batch: a doubt covers all known blocks
             log.warning("batch %d of %s: %d refused: %s", batch.seq, name, len(refused), refused[0])
             self._doubt(engine)
             return
         self._apply(Heard(name, "hbm", batch.seq))
+
+    def _note_left_out(self, engine: _Engine) -> None:
+        """Say once of each kind of events that they do not count."""
+        found = engine.reader.left_out | engine.folder.refused_sizes
+        for what in found.keys() - engine.left_out.keys():
+            log.warning(
+                "%s of %s are not understood, and not in the index", what, engine.publisher.name
+            )
+        engine.left_out = found
 
     def _fold_event(self, engine: _Engine, event: Event) -> Exception | None:
         """Apply an event and pass its changes of keys on; returns the error if it was refused."""

@@ -32,13 +32,15 @@ Order = Literal["fcfs", "shortest-first", "longest-first"]
 @dataclass(frozen=True, slots=True)
 class Waiter:
     """A request that waits for prefill: `seconds` is the estimated prefill time, `arrived_at` the
-    time when it entered this queue."""
+    time when it entered this queue. `fetch_s`: how long its blocks take to come once it is sent to
+    its instance; 0 if they are there."""
 
     request_id: str
     seconds: float
     arrived_at: float
     priority: str = "normal"
     tenant: str = ""
+    fetch_s: float = 0.0
 
 
 class Line:

@@ -3,11 +3,12 @@
 The next request is chosen in three steps, from outside to inside:
 
 1. **Class**: the highest priority class with a waiting request, except for reserved shares. A class
-   with a reserved share earns that share of every second that is served while it has waiting
-   requests. When it has earned the seconds of its first one, that request is served ahead of higher
-   classes, and its seconds are deducted. So a lower class is served ahead of waiting higher ones
-   for at most its share of all seconds served, and a class that always has waiting requests gets
-   its share, less one request.
+   with a reserved share earns that share of every second that is served while it waits behind a
+   higher one. When it has earned the seconds of its first request, that one is served ahead of
+   higher classes, and its seconds are deducted. So a lower class is served ahead of waiting higher
+   ones for at most its share of all seconds served, and a class that always has waiting requests
+   gets its share, less one request. The highest class that waits is served in its own right: it
+   earns nothing, and what it had earned is gone, or it could be spent in a row later.
 2. **Tenant**: deficit round robin (`fairness.py`).
 3. **Order** within the tenant: first come, shortest or longest first, with aging.
 
@@ -125,8 +126,9 @@ class Pushed(NamedTuple):
 @dataclass(slots=True)
 class _Class:
     """One class of one queue. `earned_s`: the seconds that its reserved share has earned. They grow
-    with each request served while the class has waiters, are spent when one of them is served ahead
-    of a higher class, and are lost when no waiter is left. Never negative."""
+    with each request served while the class waits behind a higher one, are spent when a waiter is
+    served ahead of a higher class, and are lost when the class is the highest that waits, and when
+    no waiter is left. Never negative."""
 
     name: str
     reserved_share: float
@@ -202,9 +204,10 @@ class PrefillQueue:
         if picked is None:
             return None
         number, waiter, ahead = picked
-        for at, one in enumerate(self._classes):
-            if one.waiting and (at != number or ahead):
-                one.earned_s += one.reserved_share * waiter.seconds
+        top, *lower = (one for one in self._classes if one.waiting)
+        top.earned_s = 0.0
+        for one in lower:
+            one.earned_s += one.reserved_share * waiter.seconds
         served = self._classes[number]
         if ahead:
             served.earned_s -= waiter.seconds

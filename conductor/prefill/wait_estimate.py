@@ -7,26 +7,34 @@ and the wait of a request of class c is estimated for all rows at once:
     running    the prefill that is running is not interrupted
     + higher   all waiting requests of higher classes
     + same     requests served before it in its own class: all (first come), or the shorter or
-               longer ones (by powers of two); but from each other tenant not more seconds than its
-               own tenant gets meanwhile: those of its waiting requests, plus its own
+               longer ones (by powers of two), and of the others those that will have waited for
+               `aging_s` by its turn; but from each other tenant not more seconds than its own
+               tenant gets meanwhile: those of its waiting requests, plus its own
     + lower    reserved shares R of lower classes: (higher + same) · R / (1 - R) at most, and
                not more than the seconds waiting there
 
 and, if c has a reserved share r itself, not more than (same + own seconds) / r.
 
-The estimate assumes that no other request arrives. Later arrivals of a higher class make it too
-low; aging and cancelled requests make it wrong either way.
+The estimate assumes that no other request arrives. Later arrivals of a higher class, or of shorter
+prompts, make it too low; cancelled requests make it too high.
 
-A queue holds GPU seconds, so a request whose blocks still come (they are fetched, or computed by
-another one) is not in it: an instance computes others meanwhile. vLLM's scheduler skips a request
-that waits for remote KV, and the request keeps its place. Likewise here: it is `coming`, and takes
-the place of its arrival once its blocks are due (`arrived`).
+**Aging.** The other sizes have `others` seconds, which have waited for `age` in the mean, as if
+evenly for 0 to 2 · age: so they reach `aging_s` between `aging_s` - 2 · age and `aging_s` from now.
+Those that do before a turn in `w` seconds go before it, a share of (w - aging_s + 2 · age) /
+(2 · age) of them, between none and all. The turn is where both agree (`_with_aged`).
+
+A queue holds GPU seconds, so a request that was sent, and whose blocks still come, is not in it: an
+instance computes others meanwhile. vLLM's scheduler skips a request that waits for remote KV, and
+the request keeps its place. Likewise here: it is `coming`, and takes the place of its arrival once
+its blocks are due (`arrived`). One that is held back waits in the queue as all others do: its
+blocks come when it was sent (`dispatch/`), shortly before its turn.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -43,6 +51,10 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
     Rows = NDArray[np.int64]
+
+# Those who wait are sent so much earlier at most because one of them fetches: it is what a higher
+# class may have to wait for it. On cards of 50 Gb/s, longer does not make the waits shorter.
+FETCH_AHEAD_S_MAX = 5.0
 
 _ROWS_MIN = 64
 _TINY_S = 1e-9
@@ -70,6 +82,7 @@ class Queues:
     _class_s: Floats  # [classes, rows]
     _sized: Rows  # [classes, sizes, rows]: waiters of each size class, and their seconds
     _size_s: Floats
+    _size_at: Floats  # [classes, sizes, rows]: the sum of seconds · when they arrived
     _tenants: Rows  # [classes, rows]: tenants that have waiters
     _coming_s: Floats  # [rows]: seconds of those whose blocks still come
     _coming_at: Floats  # [rows]: the sum of seconds · when they are ready
@@ -80,6 +93,7 @@ class Queues:
         self._queues: dict[int, PrefillQueue] = {}
         self._row_of: dict[str, int] = {}
         self._coming: dict[str, tuple[int, float, Waiter]] = {}  # row, and when it is ready
+        self._fetch_s: dict[int, dict[str, float]] = {}  # by row, of those in queues that fetch
         self._ready_at: list[tuple[float, str]] = []  # a heap, with stale entries
         self._rows = 0
         self._reset(_ROWS_MIN)
@@ -129,7 +143,10 @@ class Queues:
         if waiter.request_id in self:
             raise Conflict(f"request {waiter.request_id!r} waits already")
         self._blank.check(waiter)
-        self.start(row, waiter, now)
+        if waiter.fetch_s:
+            self._come(row, waiter, now + waiter.fetch_s)
+        else:
+            self.start(row, waiter, now)
         return True
 
     def start(self, row: int, waiter: Waiter, now: float) -> None:
@@ -144,9 +161,7 @@ class Queues:
         if pushed.accepted:
             self._queues[row].remove(waiter.request_id)
             self._uncount(row, waiter)
-            self._coming[waiter.request_id] = (row, ready_at, waiter)
-            self._count_coming(row, waiter, ready_at, 1)
-            heapq.heappush(self._ready_at, (ready_at, waiter.request_id))
+            self._come(row, waiter, ready_at)
         return pushed
 
     def arrived(self, now: float) -> list[tuple[int, float, str]]:
@@ -163,12 +178,14 @@ class Queues:
 
     def ready(self, request_id: str) -> int | None:
         """The blocks of a waiter have come: put it into its queue, also if that is full. Returns
-        its row; None if it was not coming."""
+        its row; None if it was not coming. One that is in its queue fetches nothing any more."""
         found = self._left(request_id)
         if found is None:
+            self._fetch_s.get(self._row_of.get(request_id, -1), {}).pop(request_id, None)
             return None
-        self.back(*found)
-        return found[0]
+        row, waiter = found
+        self.back(row, replace(waiter, fetch_s=0.0))
+        return row
 
     def back(self, row: int, waiter: Waiter) -> None:
         """A waiter that was taken waits still, in its place by arrival."""
@@ -186,15 +203,31 @@ class Queues:
 
     def take(self, row: int, now: float, free_at: float = math.inf) -> Waiter | None:
         """Dequeue the next waiter of an instance, whose prefill begins now, or began when the
-        instance was free (`free_at`) and it had come; None if the queue is empty."""
+        instance was free (`free_at`) and it had come; None if the queue is empty. If it fetches, it
+        is `coming` from now on."""
         queue = self._queues.get(row)
         waiter = None if queue is None else queue.take(now)
         if waiter is None:
             return None
+        fetch_s = self._fetch_s.get(row, {}).get(waiter.request_id, 0.0)
         self._uncount(row, waiter)
+        if fetch_s:
+            self._come(row, waiter, now + fetch_s)
+            return waiter
         begins_at = min(now, max(free_at, waiter.arrived_at))
         self._running_until[row] = max(self._running_until.item(row), begins_at) + waiter.seconds
         return waiter
+
+    def longest_fetch_s(self, row: int) -> float:
+        """How long the blocks of anybody in the queue of a row take to come at most, once it is
+        sent; 0 if nobody fetches. Not above `FETCH_AHEAD_S_MAX`."""
+        longest_s = max(self._fetch_s.get(row, {}).values(), default=0.0)
+        return min(longest_s, FETCH_AHEAD_S_MAX)
+
+    def ready_at(self, request_id: str) -> float | None:
+        """When the blocks of a waiter will have come; None if it is not coming."""
+        coming = self._coming.get(request_id)
+        return None if coming is None else coming[1]
 
     def done(self, row: int, now: float, left_s: float = 0.0) -> None:
         """Record that an instance has finished its prefills, except for `left_s` seconds."""
@@ -241,10 +274,14 @@ class Queues:
 
     def rows(self, until: float | None = None) -> list[int]:
         """The rows where somebody waits; with `until`, those whose prefills should have ended by
-        then."""
+        then, or would have if somebody there, who fetches, is sent as much earlier."""
         waiting = self._waiting.any(axis=0)
         if until is not None:
-            waiting &= self._running_until < until
+            ending = self._running_until < until
+            for row in self._fetch_s:
+                fetch_s = self.longest_fetch_s(row)
+                ending[row] = self._running_until.item(row) < until + fetch_s
+            waiting &= ending
         rows: list[int] = np.flatnonzero(waiting).tolist()
         return rows
 
@@ -288,9 +325,11 @@ class Queues:
         if not self._row_of:
             return running
         shares, class_s = self._shares, self._class_s
-        before = same = self._same_s(rows, number, class_s[number].take(rows), seconds, tenant)
+        ahead = running
         for higher in range(number):
-            before = before + class_s[higher].take(rows)
+            ahead = ahead + class_s[higher].take(rows)
+        same = self._same_s(rows, number, ahead, seconds, tenant, now)
+        before = ahead - running + same
         lower_share = sum(shares[number + 1 :])
         if lower_share:
             reserved = [at for at in range(number + 1, len(shares)) if shares[at]]
@@ -302,14 +341,20 @@ class Queues:
         return waits
 
     def _same_s(
-        self, rows: Rows, number: int, class_s: Floats, seconds: float, tenant: str
+        self, rows: Rows, number: int, ahead: Floats, seconds: float, tenant: str, now: float
     ) -> Floats:
-        """Seconds of the same class that are served before a new waiter, [rows]."""
-        order, same = self._settings.order, class_s
+        """Seconds of the same class that are served before a new waiter, [rows]; `ahead` are those
+        of what is computed and of higher classes."""
+        order = self._settings.order
+        same: Floats = self._class_s[number].take(rows)
         if order != "fcfs":
             size = _size(seconds)
-            sizes = slice(0, size + 1) if order == "shortest-first" else slice(size, _SIZES)
-            same = self._size_s[number, sizes].take(rows, axis=1).sum(axis=0)
+            sizes = slice(size + 1, _SIZES) if order == "shortest-first" else slice(0, size)
+            others = self._size_s[number, sizes].take(rows, axis=1).sum(axis=0)
+            arrived = self._size_at[number, sizes].take(rows, axis=1).sum(axis=0)
+            age_s = np.maximum(now - arrived / np.maximum(others, _TINY_S), 0.0)
+            first = same - others
+            same = first + _with_aged(ahead + first, others, age_s, self._settings.aging_s)
         if not self._settings.quantum_s:
             return same
         own, its_own = np.zeros(self._rows), self._tenant_s.get((number, tenant), {})
@@ -337,18 +382,33 @@ class Queues:
         size = _size(waiter.seconds)
         self._sized[number, size, row] += sign
         self._size_s[number, size, row] += sign * waiter.seconds
+        self._size_at[number, size, row] += sign * waiter.seconds * waiter.arrived_at
         self._count_tenant(row, waiter, number, sign)
+        if waiter.fetch_s and sign > 0:
+            self._fetch_s.setdefault(row, {})[waiter.request_id] = waiter.fetch_s
 
     def _uncount(self, row: int, waiter: Waiter) -> None:
         self._count(row, waiter, -1)
         del self._row_of[waiter.request_id]
+        fetching = self._fetch_s.get(row)
+        if fetching is not None:
+            fetching.pop(waiter.request_id, None)
+            if not fetching:
+                del self._fetch_s[row]
         number = self._blank.number_of(waiter)
         # Sums of floats that were added and subtracted end near zero, not at zero.
         if not self._waiting[number, row]:
             self._class_s[number, row] = 0.0
         size = _size(waiter.seconds)
         if not self._sized[number, size, row]:
-            self._size_s[number, size, row] = 0.0
+            self._size_s[number, size, row] = self._size_at[number, size, row] = 0.0
+
+    def _come(self, row: int, waiter: Waiter, ready_at: float) -> None:
+        """The blocks of a waiter that is in no queue come at `ready_at`."""
+        self._grow(row)
+        self._coming[waiter.request_id] = (row, ready_at, waiter)
+        self._count_coming(row, waiter, ready_at, 1)
+        heapq.heappush(self._ready_at, (ready_at, waiter.request_id))
 
     def _left(self, request_id: str) -> tuple[int, Waiter] | None:
         """Take out a waiter whose blocks were coming."""
@@ -392,12 +452,14 @@ class Queues:
         self._rows = rows
         self._blank = PrefillQueue(self._settings)
         self._row_of = {}
+        self._fetch_s = {}
         self._shares = [item.reserved_share for item in self._settings.classes]
         self._running_until = np.full(rows, -math.inf)
         self._waiting = np.zeros((classes, rows), np.int64)
         self._class_s = np.zeros((classes, rows))
         self._sized = np.zeros((classes, _SIZES, rows), np.int64)
         self._size_s = np.zeros((classes, _SIZES, rows))
+        self._size_at = np.zeros((classes, _SIZES, rows))
         self._tenants = np.zeros((classes, rows), np.int64)
         self._coming_s = np.zeros(rows)
         self._coming_at = np.zeros(rows)
@@ -410,7 +472,7 @@ class Queues:
         if row < self._rows:
             return
         more = max(self._rows, row + 1 - self._rows)
-        columns = ("_waiting", "_class_s", "_sized", "_size_s", "_tenants")
+        columns = ("_waiting", "_class_s", "_sized", "_size_s", "_size_at", "_tenants")
         for name in (*columns, "_coming_s", "_coming_at", "_coming_count"):
             column = getattr(self, name)
             empty = np.zeros((*column.shape[:-1], more), column.dtype)
@@ -418,6 +480,17 @@ class Queues:
         idle = np.full(more, -math.inf)
         self._running_until = np.concatenate((self._running_until, idle))
         self._rows += more
+
+
+def _with_aged(turn_s: Floats, others_s: Floats, age_s: Floats, aging_s: float) -> Floats:
+    """Seconds of others that will have aged by the turn of a request, which is in `turn_s` without
+    them. All [rows]."""
+    window_s = 2.0 * age_s
+    early_s = turn_s - (aging_s - window_s)  # since the first of them has aged
+    # The turn moves back by each that goes before it, so that more of them age.
+    aged: Floats = others_s * np.maximum(early_s, 0.0) / np.maximum(window_s - others_s, _TINY_S)
+    found: Floats = np.where(early_s > 0.0, np.minimum(aged, others_s), 0.0)
+    return found
 
 
 def _size(seconds: float) -> int:

@@ -102,6 +102,10 @@ class Feeding:
         """Instances whose events are followed."""
         return list(self._followed)
 
+    def left_out(self) -> dict[str, dict[str, int]]:
+        """Per instance, how many of its events do not count, by what they are."""
+        return {} if self._engines is None else self._engines.left_out()
+
     def missing(self) -> str:
         """A health check: why the feeds are incomplete, not yet or no longer; "" if all is well."""
         if self._engines is not None and not self._engines.alive:

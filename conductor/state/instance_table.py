@@ -215,7 +215,8 @@ class Cluster:
         self.model[row] = self._models.give(spec.model)
         self.node[row] = self.node_number(spec.host)
         self.block_bytes[row] = spec.block_bytes
-        self.fetches[row] = spec.fetches
+        # Blocks of an unknown size would seem to come in no time.
+        self.fetches[row] = spec.fetches and spec.block_bytes > 0
         self.kv_capacity_tokens[row] = spec.kv_capacity_tokens
         self.batch_max[row] = spec.batch_max
         self.heard_at[row] = now

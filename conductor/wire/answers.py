@@ -162,7 +162,10 @@ def invalid_json(failure: msgspec.DecodeError | RecursionError, field: str = "")
     if isinstance(failure, RecursionError):
         return Refusal(400, "invalid_json", "the body is nested too deeply")
     if not isinstance(failure, msgspec.ValidationError):
-        return Refusal(400, "invalid_json", f"the body is not JSON: {failure}")
+        text = f"the body is not JSON: {failure}"
+        if "escape" in text or "surrogate" in text:
+            text += ": half a character, as of text that was cut within an emoji"
+        return Refusal(400, "invalid_json", text)
     text = str(failure)
     if field:
         text = f"{text.partition(' - at `')[0]} - at `$.{field}`"

@@ -73,7 +73,7 @@ async def serve(options: DaemonOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    node = Node(options.node, name=options.name)
+    node = Node(options.node, name=options.name, awaits_peers=bool(options.directory))
     calm_collector()
     try:
         async with UnixServer(node, options.socket):
@@ -128,6 +128,7 @@ def in_a_pool(
             free_bytes=arena.free_bytes,
             draining=node.draining,
             links=driver.link_summary(),
+            slab=node.slab.hex() if caretaker.returning.current else "",
         )
 
     publisher = Publisher(node, directory, record, publishing)
@@ -137,8 +138,8 @@ def in_a_pool(
         "healthy": publisher.healthy,
         "lag_events": publisher.lag,
     }
-    publisher.start()
     caretaker = Caretaker(node, directory, driver, lambda: publisher.number)
+    publisher.start()
     try:
         yield
     finally:
@@ -148,8 +149,9 @@ def in_a_pool(
 
 
 def _announce(node: Node, options: DaemonOptions, address: str | None) -> None:
-    adopted = len(node.core.index)
-    found = f", {adopted} blocks found in NVMe" if options.node.nvme_path else ""
+    found = ""
+    if options.node.nvme_path and not options.directory:  # else it is said when they are served
+        found = f", {len(node.core.index)} blocks found in NVMe"
     at = f" and {address}" if address else ""
     log.info(
         "%s serves %s at unix:%s%s%s",

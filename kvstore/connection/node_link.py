@@ -23,12 +23,12 @@ from tiffin.messenger.signal_safe import later, uninterrupted
 from .. import deadlines
 from ..deadlines import GRACE_S
 from ..errors import (
+    ClientBusy,
     ClientClosed,
     DeadlineExceeded,
     NodeUnavailable,
     ProtocolError,
     TiffinError,
-    TurnMissed,
 )
 from ..node.core import messages
 from ..node.server.pending_reply import PendingReply
@@ -242,7 +242,7 @@ class SocketLink:
         try:
             taken.extend(map(self._lock.acquire, (True,), (wait_s,)))
             if not taken[0]:
-                raise TurnMissed("calls of other threads took all the time; open one client each")
+                raise ClientBusy("calls of other threads took all the time; open one client each")
             if self._closed:
                 raise ClientClosed(CLOSED)
             connection = self._connection

@@ -78,8 +78,9 @@ class NodeRecord(msgspec.Struct, frozen=True):
     `address` is "host:port" of its TCP port, "" if it has none. `host` and `socket` are for clients
     on the same machine: its `host_id()` and the path of its unix socket. Bytes are of DRAM. `links`
     are its measurements of the network to other nodes, by their names: [bandwidth in bytes/s,
-    latency in s]. `started_at` is seconds since 1970; name and `started_at` together tell
-    registrations apart.
+    latency in s]. `slab` names, in hex, what the node has on NVMe (or this life of a node without),
+    once it has heard of all removals; "" before that. `started_at` is seconds since 1970; name and
+    `started_at` together tell registrations apart.
     """
 
     name: Name
@@ -92,6 +93,7 @@ class NodeRecord(msgspec.Struct, frozen=True):
     number: int = 0
     started_at: float = 0.0
     links: dict[Name, Way] = {}
+    slab: Annotated[str, Meta(pattern=r"\A([0-9a-f]{32})?\Z")] = ""
 
 
 class DirectoryEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -159,8 +161,8 @@ class Directory(Protocol):
         """
         ...
 
-    def nodes(self) -> dict[int, NodeRecord]:
-        """The live nodes by number."""
+    def nodes(self, *, fresh: bool = False) -> dict[int, NodeRecord]:
+        """The live nodes by number. `fresh`: as they are now, and not some time ago."""
         ...
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:

@@ -175,7 +175,7 @@ class EmbeddedDirectory(Directory):
             state.last_event += 1
             state.events.append(DirectoryEvent(number, first_seq, list(added), list(removed)))
 
-    def nodes(self) -> dict[int, NodeRecord]:
+    def nodes(self, *, fresh: bool = False) -> dict[int, NodeRecord]:
         """See `Directory.nodes`."""
         with self._locked() as state:
             return {number: found.record for number, found in state.registrations.items()}

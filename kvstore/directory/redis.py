@@ -201,11 +201,11 @@ class RedisDirectory(Directory):
 
     # -- the reader's side -----------------------------------------------------------------------
 
-    def nodes(self) -> dict[int, NodeRecord]:
+    def nodes(self, *, fresh: bool = False) -> dict[int, NodeRecord]:
         """See `Directory.nodes`; up to `MEMBERSHIP_AGE_S` old."""
         self._check_open()
         known = self._membership
-        if known is None or time.monotonic() >= known.read_at + self._membership_age_s:
+        if fresh or known is None or time.monotonic() >= known.read_at + self._membership_age_s:
             known = self._ask_for_membership()
         return dict(known.nodes)
 

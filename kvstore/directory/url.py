@@ -160,6 +160,7 @@ def _host(scheme: str, text: str, default: int) -> tuple[str, int]:
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # as the system's resolver does; an empty label is a ValueError
     except ValueError:
         host, port = None, None
     if not host or port == 0:

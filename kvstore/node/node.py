@@ -18,6 +18,7 @@ import logging
 import math
 import threading
 import time
+import uuid
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,7 @@ from .core.inventory_pages import Inventories, State
 from .core.node_core import NodeCore, split_keys
 from .core.precommit_reads import Watch, publish
 from .core.records import Erase, Move, MoveOutcome, PinLevel, Reason, Replica, Session, Ticket, Wipe
+from .core.removal_memory import SLACK_S
 from .core.sharded_writes import share_of
 from .core.tier_ledger import TierSpace
 from .eraser import Eraser, removed
@@ -52,7 +54,7 @@ from .inspector import Inspector
 from .mover import Mover, extent_of
 from .nixl_grants import confirm, not_offered
 from .options import NodeOptions
-from .recovery import adopt
+from .recovery import adopt, survivors
 from .remote_transfers import RemoteTransfer, RemoteTransfers
 from .statistics import numbers_of
 
@@ -93,8 +95,13 @@ class Node(OfOneProcess):
     """A running node. Raises InvalidInput for a name and options that cannot work, TierUnavailable
     when the memory or disk of a tier is not available."""
 
-    def __init__(self, options: NodeOptions, *, name: str = "node") -> None:
+    def __init__(
+        self, options: NodeOptions, *, name: str = "node", awaits_peers: bool = False
+    ) -> None:
+        """`awaits_peers`: before `catch_up` tells what was removed from the pool while the node was
+        away, it serves nothing from NVMe and takes no copies."""
         self.options = options
+        self._awaits_peers, self._caught_up = awaits_peers, False
         self.name = check_name(name)
         self.started_at = time.time()
         self.draining = False
@@ -144,8 +151,14 @@ class Node(OfOneProcess):
             lambda: State(*self.inventory(), self.core.tiers()), lambda: events.seq
         )
         self._mover = self._eraser = None
+        self.slab = uuid.uuid4().bytes  # names what is on NVMe, or this life of a node without
+        self.core.takes_copies = not self._awaits_peers
         if self.nvme is not None:
-            adopt(self.core.residency, self.nvme)
+            self.slab = self.nvme.identity
+            if self._awaits_peers:
+                self.core.residency.space(TierName.NVME).writable = False
+            else:
+                adopt(self.core.residency, survivors(self.nvme))
             self._eraser = Eraser(self.nvme, self._wiped)
             opened.callback(self._eraser.close)
             self._mover = Mover(self.dram, self.nvme, self._moved)
@@ -266,6 +279,40 @@ class Node(OfOneProcess):
         with self._lock:
             return self.core.residency.events.seq, b"".join(self.core.index)
 
+    def catch_up(self, told: Sequence[bytes], missed: Sequence[bytes], *, whole: bool) -> None:
+        """Hear from the other nodes of the pool what was removed from it (`told`), and what of that
+        this node may have missed while it was not in the pool (`missed`). Unless that is the
+        `whole`, it forgets all blocks that it had before.
+
+        A node that `awaits_peers` serves what is on NVMe from then on, and takes copies.
+        """
+        found = None
+        if self._awaits_peers and self.nvme is not None:
+            found = survivors(self.nvme)  # reads the disk, and may take a while
+        with self._lock:
+            # What was put since the start was not there when it was removed.
+            had = list(self.core.index) if self._caught_up else []
+            gone = list(missed)
+            if found is not None:
+                had = adopt(self.core.residency, found)
+                log.info("%d blocks found in NVMe", len(had))
+                gone += self.core.removal_log.keys()  # removed here since the start
+            returned = set(had)
+            removal = self.core.forget([k for k in gone if k in returned] if whole else had)
+            if removal.blocks:
+                log.info("%d blocks may have been removed from the pool meanwhile", removal.blocks)
+            self.core.removal_log.learn(told, whole=whole)
+            self.core.takes_copies = True
+            self._awaits_peers, self._caught_up = False, True
+            self._after()
+
+    def removals(self, seen: Sequence[bytes] = (), seq: int = 0) -> int:
+        """The number of the last removal. `seen`: slabs whose nodes were in the pool when it was
+        `seq`. Thread-safe."""
+        with self._lock:
+            self.core.removal_log.saw(seen, seq)
+            return self.core.removal_log.seq
+
     def pinned_keys(self) -> list[bytes]:
         """The keys of all pinned blocks. Thread-safe."""
         with self._lock:
@@ -383,6 +430,7 @@ class Node(OfOneProcess):
                     request.extent_bytes,
                     _now(),
                     share,
+                    copy=request.copy,
                 )
             except InvalidInput as error:  # a parked request is retried in another request's call
                 reply(messages.refusal(request.id, error))
@@ -490,7 +538,9 @@ class Node(OfOneProcess):
         reply(messages.Done(request.id, count))
 
     def _remove(self, session: Session, request: messages.Remove, reply: ReplyTo) -> None:
-        removal = self.core.remove(split_keys(request.keys))
+        now = _now()
+        over_at = now + request.timeout_s + SLACK_S
+        removal = self.core.remove(split_keys(request.keys), now, over_at)
 
         def attempt(final: bool) -> bool:
             durable = self.core.residency.has_ended(removal)
@@ -507,7 +557,8 @@ class Node(OfOneProcess):
         reply(self._inventories.page(session, request, _now()))
 
     def _events(self, session: Session, request: messages.Events, reply: ReplyTo) -> None:
-        reply(self.core.residency.events.page(request))
+        log_of = self.core.removal_log if request.removals else self.core.residency.events
+        reply(log_of.page(request))
 
     def _drain(self, session: Session, request: messages.Drain, reply: ReplyTo) -> None:
         self.draining = request.on

@@ -19,7 +19,7 @@ from tiffin.messenger.tcp.pending_connect import Caller
 from .. import deadlines
 from ..client.async_client import AsyncBlocks, AsyncClient, AsyncSlots, OpeningClient
 from ..connection.loop_threads import ConcurrencyLimit, NotBegun, ThreadCall, in_thread
-from ..errors import ClientClosed, TurnMissed
+from ..errors import ClientBusy, ClientClosed
 from ..streaming.layer_stream import AsyncLayerStream
 from ..verbs.arguments import verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Verb
@@ -108,7 +108,7 @@ class AsyncPoolClient(AsyncClient):
                 self._turns.put, undo=give_back, cancel=cut, begin_within_s=wait_s
             )
         except NotBegun:
-            raise TurnMissed(
+            raise ClientBusy(
                 f"{CALLS} other calls of this client took all the time; open another client"
             ) from None
 

@@ -47,6 +47,7 @@ from .put_placement import ROOM_WAIT_S, PutPlacement
 from .read_results import MixedBlocks, OwnMemory, Reader, copied_blocks, release_all
 from .remote.block_write import BlockSeals
 from .remote.writer_shards import shard_node
+from .removal import remove_everywhere
 from .replication.replication_requests import Orders, replicate_from, replicate_to
 from .signal_safe_verbs import given_up_together, in_one_piece
 from .staged_write import StagedSlots
@@ -422,32 +423,27 @@ class PoolClient(Client):
     @verb
     @in_one_piece
     def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """Remove the resident blocks from every node: the request goes to all nodes, not only to
-        those that the directory lists. Returns the largest number of blocks that one node had.
-        Raises NodeUnavailable, DeadlineExceeded if a node did not answer: it may still have the
-        blocks; TierUnavailable if a node's disk did not delete them: the node may find them after a
-        restart."""
+        """Remove the resident blocks from every node: the request goes to all nodes that are in the
+        directory now, whichever of them have the blocks, and to those that this client has known.
+        They remember it, and tell a node that returns before it serves. Returns the largest number
+        of blocks that one node had. Raises NodeUnavailable, DeadlineExceeded if a node or the
+        directory did not answer: there may be nodes that still have the blocks; TierUnavailable if
+        a node's disk did not delete them: the node may find them after a restart."""
         deadline = time.monotonic() + timeout_s
         at_home: int | None = None
         refused: TierUnavailable | None = None
+        number = self.home_number  # asked for before: a home that restarts meanwhile has another
         if self._home is not None:
             try:
                 at_home = self._home.ask(local_verbs.remove(prefix, timeout_s), None)
             except TierUnavailable as error:  # the other nodes still have to remove theirs
                 at_home, refused = 0, error
         self._driver.placements.forget(prefix.keys)
-        left_s = deadline - time.monotonic()
-        count = self._count(
-            prefix,
-            at_home,
-            self._known_nodes(),
-            lambda: messages.Remove(0, prefix.key_bytes, max(0.0, left_s)),
-            left_s,
-            strict=True,
-        )
+        told = {number} if at_home is not None else set()
+        count = remove_everywhere(self._driver, prefix, told, deadline)
         if refused is not None:
             raise refused
-        return count
+        return max(count, at_home or 0)
 
     @verb
     @in_one_piece
@@ -588,21 +584,18 @@ class PoolClient(Client):
         nodes: set[int],
         make: Callable[[], messages.Request],
         timeout_s: float,
-        *,
-        strict: bool = False,
     ) -> int:
         """Send a request to `nodes`: the largest count in their replies and `at_home`, the home
-        node's. The home node is not asked again if it has answered, nor if it is silent, unless
-        `strict` is set or no other node has the blocks. Raises the first node's error if no node
-        answers or, if `strict`, if one does not."""
-        silent = self._home is not None and self._home.away and not strict
+        node's. The home node is not asked again if it has answered, nor if it is silent, unless no
+        other node has the blocks. Raises the first node's error if no node answers."""
+        silent = self._home is not None and self._home.away
         home = self.home_number if at_home is not None or silent else None
         if silent and nodes == {home}:
             home = None
         asked = sorted(nodes - {home}) if len(prefix) else []
         replies = self._driver.run(pool_verbs.ask_all(asked, make, timeout_s))
         failures = [reply for reply in replies.values() if isinstance(reply, TiffinError)]
-        if failures and (strict or (len(failures) == len(asked) and at_home is None)):
+        if failures and len(failures) == len(asked) and at_home is None:
             raise failures[0]
         counts = [int(r.count) for r in replies.values() if isinstance(r, messages.Done)]
         return max(counts, default=0) if at_home is None else max([at_home, *counts])

@@ -28,8 +28,8 @@ class Members(Protocol):
 
     patience_s: float
 
-    def nodes(self) -> dict[int, NodeRecord]:
-        """The live nodes by number."""
+    def nodes(self, *, fresh: bool = False) -> dict[int, NodeRecord]:
+        """The live nodes by number. `fresh`: as they are now, and not some time ago."""
         ...
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
@@ -62,7 +62,7 @@ class FixedMembers:
         }
         self._numbers = tuple(self._records)
 
-    def nodes(self) -> dict[int, NodeRecord]:
+    def nodes(self, *, fresh: bool = False) -> dict[int, NodeRecord]:
         """All nodes of the URL."""
         return self._records
 

@@ -22,6 +22,7 @@ from ..errors import TiffinError
 from .replica_choice import LATE_S, Costs, ReplicaRun, plan_reads
 
 if TYPE_CHECKING:
+    from ..directory.base import NodeRecord
     from ..format.keys import Prefix
     from ..node.core import messages
     from .read_results import ReadOutcome
@@ -67,11 +68,13 @@ class CopyHome:
 
 @dataclass(slots=True)
 class AskNode:
-    """Send `request` to `node`; its outcome is the reply, or it raises."""
+    """Send `request` to `node`; its outcome is the reply, or it raises. `record`: of a node that
+    the directory need not list any more."""
 
     node: int
     request: messages.Request
     timeout_s: float
+    record: NodeRecord | None = None
 
 
 @dataclass(slots=True)

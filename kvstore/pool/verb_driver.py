@@ -54,6 +54,9 @@ WORKERS = 8
 ASKERS = 2
 # Connections to nodes that have left are closed when there are so many more peers than nodes.
 PEERS_SPARE = 8
+# The most nodes that a client remembers, so that a removal also reaches one that the directory does
+# not list at the moment; some KiB each.
+SEEN_MAX = 1024
 # Links that a node tells the directory about; a record has 16 KiB at most.
 SUMMARY_MAX = 64
 _CLOSED = "this client is closed; open another"
@@ -108,6 +111,7 @@ class VerbDriver:
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tiffin-pool")
         self._askers = ThreadPoolExecutor(ASKERS, thread_name_prefix="tiffin-asker")
         self._records: dict[int, NodeRecord] = {}  # the directory's latest answer
+        self._seen: dict[str, tuple[int, NodeRecord]] = {}  # by address, also of nodes that left
         self._directory_lost = False  # the loss is logged once, not by each read
         self._closed = False
 
@@ -133,11 +137,45 @@ class VerbDriver:
         Raises NodeUnavailable if it has never answered: then no node is known.
         """
         try:
-            self._records = self._asked(self.members.nodes)
+            records = self._asked(self.members.nodes)
         except DirectoryUnavailable as error:
             if not self._records:
                 raise NodeUnavailable(f"no node of the pool is known yet: {error}") from error
+            return self._records
+        if records != self._records:
+            self._see(records)
+        return records
+
+    def nodes_now(self) -> dict[int, NodeRecord]:
+        """The nodes that are registered at this moment. Raises DirectoryUnavailable."""
+        records = self._asked(partial(self.members.nodes, fresh=True))
+        self._see(records)
+        return records
+
+    @property
+    def latest(self) -> dict[int, NodeRecord]:
+        """The directory's latest answer, without asking."""
         return self._records
+
+    def _see(self, records: dict[int, NodeRecord]) -> None:
+        self._records = records
+        with self._lock:
+            for number, record in records.items():
+                self._seen.pop(record.address, None)
+                self._seen[record.address] = number, record
+            while len(self._seen) > max(SEEN_MAX, len(records)):
+                del self._seen[next(iter(self._seen))]
+
+    def seen(self) -> dict[int, NodeRecord]:
+        """All nodes that this client has ever known, by their latest numbers, but those of which
+        it knows that they are gone."""
+        with self._lock:
+            return dict(self._seen.values())
+
+    def forget(self, record: NodeRecord) -> None:
+        """Note that no node answers there."""
+        with self._lock:
+            self._seen.pop(record.address, None)
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
         """Per key, the nodes to ask for it. Raises DirectoryUnavailable."""
@@ -189,7 +227,10 @@ class VerbDriver:
     def peer(self, number: int) -> Peer:
         """The connections to a node. Raises NodeUnavailable for one that can't be reached, and
         ClientClosed."""
-        record = self.record(number)
+        return self.peer_at(self.record(number))
+
+    def peer_at(self, record: NodeRecord) -> Peer:
+        """As `peer`: the connections to the node of this record."""
         retired: list[Peer] = []
         with self._lock:
             if self._closed:
@@ -265,9 +306,9 @@ class VerbDriver:
             part = reader.prefix[step.start : step.start + len(step.located)]
             return reader.home.copy_here(part, step.located, self, step.deadline) > 0
         if isinstance(step, Together):
-            return self._together(step.steps, reader)
+            return self.together(step.steps, reader)
         assert isinstance(step, AskNode)
-        return self.ask(step.node, step.request, step.timeout_s)
+        return self.ask(step.node, step.request, step.timeout_s, step.record)
 
     def _located(self, keys: Sequence[bytes]) -> list[tuple[int, ...]] | None:
         try:
@@ -275,8 +316,9 @@ class VerbDriver:
         except DirectoryUnavailable:
             return None
 
-    def _together(self, steps: list[Any], reader: Reader | None) -> list[Any]:
-        """Run the steps in parallel; their outcomes, once no step is running any more."""
+    def together(self, steps: list[Any], reader: Reader | None = None) -> list[Any]:
+        """Run the steps in parallel; their outcomes, a TiffinError for each failure, once no step
+        is running any more."""
         began = time.monotonic()
 
         def attempt(step: Any) -> Any:
@@ -307,9 +349,11 @@ class VerbDriver:
         except RuntimeError as error:  # it was shut down
             raise ClientClosed(_CLOSED) from error
 
-    def ask(self, number: int, request: Any, timeout_s: float) -> Any:
+    def ask(
+        self, number: int, request: Any, timeout_s: float, record: NodeRecord | None = None
+    ) -> Any:
         """See `RemoteNode.ask`."""
-        return RemoteNode(number, self).ask(request, timeout_s)
+        return RemoteNode(number, self, record).ask(request, timeout_s)
 
     def _read(self, step: Read, reader: Reader) -> ReadOutcome:
         stall_s = None if step.patience is None else step.patience * self.options.hedge_s

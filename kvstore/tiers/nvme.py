@@ -112,6 +112,11 @@ class NvmeTier(Tier):
                 )
             self._closing = stack.pop_all()
 
+    @property
+    def identity(self) -> bytes:
+        """16 bytes that name this slab, and no other."""
+        return self.layout.uuid
+
     def scan(self) -> Iterator[tuple[Extent, Header]]:
         """Yield the blocks that survived, then erase the extents that failed a check. Call before
         the first reservation.

@@ -414,15 +414,19 @@ class ReservedSlots:
     reason: str | None = None
 
 
-def reserve(prefix: Prefix, timeout_s: float, shard: AnyShard | None = None) -> Verb[ReservedSlots]:
-    """Reserve slots for the blocks that are not resident. Raises NoRoom."""
+def reserve(
+    prefix: Prefix, timeout_s: float, shard: AnyShard | None = None, *, copy: bool = False
+) -> Verb[ReservedSlots]:
+    """Reserve slots for the blocks that are not resident. `copy`: their bytes come from other nodes
+    (`messages.Reserve`). Raises NoRoom."""
     selection = select_shard(prefix.schema, shard)
     if not len(prefix):
         return ReservedSlots([], 0)
     if selection.shard is not None:
         check_shard_blocks(prefix)
-    reply, slots = yield from _reserve(prefix, selection, time.monotonic() + timeout_s)
-    if not reply.statuses:
+    deadline = time.monotonic() + timeout_s
+    reply, slots = yield from _reserve(prefix, selection, deadline, copy=copy)
+    if not reply.statuses and reply.reason == Reason.NO_ROOM:
         raise NoRoom(
             f"no room for a block of {prefix.schema.extent_bytes} bytes within {timeout_s} s: "
             "everything else is leased, pinned, being written, or an ancestor of this block"
@@ -478,11 +482,12 @@ def reserve_request(prefix: Prefix, selection: Selection, timeout_s: float) -> m
 
 
 def _reserve(
-    prefix: Prefix, selection: Selection, deadline: float
+    prefix: Prefix, selection: Selection, deadline: float, *, copy: bool = False
 ) -> Verb[tuple[messages.Reserved, list[Slot]]]:
     """Reserve extents; returns the node's reply and the slots that it granted."""
     left_s = until_s(deadline)
     request = reserve_request(prefix, selection, left_s)
+    request.copy = copy
     reply, memory = yield Call(request, left_s)
     granted = [i for i, status in enumerate(reply.statuses) if status == ReserveStatus.GRANTED]
     size = prefix.schema.extent_bytes

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from kvsupport import Daemon
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from schedulersupport import Engine
 
 HERE = Path(__file__).parent
 # A folder of tests of that name may be on the path: it has no origin.
@@ -69,3 +72,24 @@ def node() -> Iterator[Daemon]:
 def namespace(request: pytest.FixtureRequest) -> str:
     """A namespace that no other test has."""
     return str(request.node.nodeid)
+
+
+@pytest.fixture
+def start(
+    shared_node: Daemon, model_folders: Path, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Engine]]:
+    """A function that starts engines without weights, all with one pool."""
+    from schedulersupport import Engine, Options
+
+    from tiffin.kvstore.connectors.vllm import TiffinConnector
+
+    # vLLM's groups of tensor-parallel workers need processes.
+    monkeypatch.setattr(TiffinConnector, "_place", lambda self: (0, 0))
+    with ExitStack() as stack:
+
+        def start(**changes: Any) -> Engine:
+            engine = Engine(Options(shared_node.url, namespace, model_folders / "llama", **changes))
+            stack.callback(engine.close)
+            return engine
+
+        yield start

@@ -124,12 +124,13 @@ class Engine:
         """Load an adapter, before a request names it."""
         self._llm.llm_engine.add_lora(adapter)
 
-    def change_weights(self, model: Path, *, reset: bool = True) -> None:
-        """Compute with another model's weights from now on, as a trainer would have it: nothing
-        runs, and all caches are reset."""
+    def reset(self) -> bool:
+        """Reset vLLM's prefix cache and the connector, as `/reset_prefix_cache` does."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=True))
+
+    def reload(self, model: Path) -> None:
+        """Replace the weights in place by those of another folder."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
-        if reset:
-            assert self._llm.reset_prefix_cache(reset_connector=True)
 
     def abort(self, names: Sequence[str]) -> None:
         """End requests, as a server does whose clients have gone."""

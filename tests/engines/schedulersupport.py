@@ -218,10 +218,11 @@ def _configs(options: Options) -> tuple[VllmConfig, KVCacheConfig]:
 
 @dataclass
 class Told:
-    """What a client of the engine knows about a request."""
+    """What a client of the engine knows about a request. `namespace`: of its blocks."""
 
     prompt: tuple[int, ...]
     count: int
+    namespace: str = ""
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     cached: int = 0
@@ -285,17 +286,24 @@ class Engine:
         parameters = SamplingParams(max_tokens=count, ignore_eos=True)
         parameters.update_from_generation_config({}, 3)
         hasher = get_request_block_hasher(PAGE_TOKENS, sha256)
-        self.scheduler.add_request(
-            Request(
-                request_id=request_id,
-                prompt_token_ids=list(prompt),
-                sampling_params=parameters,
-                pooling_params=None,
-                mm_features=None,
-                block_hasher=hasher,
-            )
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=parameters,
+            pooling_params=None,
+            mm_features=None,
+            block_hasher=hasher,
         )
+        self.told[request_id].namespace = self._connector._identities.of(request).namespace
+        self.scheduler.add_request(request)
         return request_id
+
+    def reset(self, *, running: bool = False) -> bool:
+        """Pause, and reset vLLM's prefix cache and the connector; `running` requests are preempted
+        for it."""
+        while self._steps:
+            self._process(*self._steps.popleft())
+        return bool(self.scheduler.reset_prefix_cache(running, reset_connector=True))
 
     def abort(self, request_id: str) -> None:
         """As if the client went away."""
@@ -373,10 +381,11 @@ class Engine:
 
     # -- what is in the pool ---------------------------------------------------------------------
 
-    def prefix(self, tokens: Sequence[int]) -> Prefix:
-        """The blocks of these tokens, as this engine names them."""
-        schema = self._connector._schema
-        return schema.prefix(list(tokens), namespace=self.options.namespace)
+    def prefix(self, tokens: Sequence[int], namespace: str = "") -> Prefix:
+        """The blocks of these tokens, as this engine names them before any reset, or those of a
+        request with this namespace."""
+        name = self.options.namespace + (f"\0{namespace}" if namespace else "")
+        return self._connector._schema.prefix(list(tokens), namespace=name)
 
     def _note(self, scheduled: Any) -> None:
         orders = scheduled.kv_connector_metadata.orders
@@ -398,7 +407,7 @@ class Engine:
                 check_stored(client, prefix, told)
 
     def _true_prefix(self, told: Told) -> Prefix:
-        return self.prefix(told.prompt + answer(told.prompt, told.count))
+        return self.prefix(told.prompt + answer(told.prompt, told.count), told.namespace)
 
 
 def check_stored(client: Client, prefix: Prefix, told: Told) -> None:

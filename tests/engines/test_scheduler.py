@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from arithmetic import LAYERS, WORD_BYTES
 from kvsupport import is_quiet, wait_until
-from schedulersupport import BLOCK_TOKENS, Engine, Options
+from schedulersupport import BLOCK_TOKENS, Engine
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.connectors.vllm import TiffinConnector
 from tiffin.kvstore.errors import StaleLease
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from kvsupport import Daemon
-
-
-@pytest.fixture
-def start(
-    shared_node: Daemon, model_folders: Path, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Engine]]:
-    """A function that starts engines, all with one pool."""
-    # vLLM's groups of tensor-parallel workers need processes.
-    monkeypatch.setattr(TiffinConnector, "_place", lambda self: (0, 0))
-    with ExitStack() as stack:
-
-        def start(**changes: Any) -> Engine:
-            options = Options(shared_node.url, namespace, model_folders / "llama", **changes)
-            engine = Engine(options)
-            stack.callback(engine.close)
-            return engine
-
-        yield start
+    from collections.abc import Callable
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ import contextlib, importlib.machinery, io, json, sys, traceback
 asked = json.load(sys.stdin)
 absent = set(asked["without"])
 
-class Present:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in absent:
-            return None
-        return importlib.machinery.PathFinder.find_spec(name, path, target)
+class Present(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in absent else super().find_spec(name, path, target)
+
+    find_distributions = staticmethod(importlib.machinery.PathFinder.find_distributions)
 
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Present
 

@@ -192,13 +192,15 @@ class Cluster:
         schema: KVSchema = LARGE,
         relayed: bool = False,
         core: CoreOptions | None = None,
+        awaits_peers: bool = False,
         **options: Any,
     ) -> Member:
         """Start one more node, with DRAM for so many blocks."""
         dram_bytes = blocks * schema.extent_bytes
         core = core or CoreOptions()
         node_options = NodeOptions(dram_bytes, prefault=False, core=core, **options)
-        member = Member(self, name, Node(node_options, name=name), relayed)
+        node = Node(node_options, name=name, awaits_peers=awaits_peers)
+        member = Member(self, name, node, relayed)
         self._stack.callback(member.stop)
         self.members[name] = member
         return member

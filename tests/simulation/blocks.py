@@ -46,8 +46,12 @@ LIES = SCHEMA.prefix(range(90_000, 90_000 + DEPTH * BLOCK_TOKENS))
 ODD = [
     SCHEMA.prefix(range(base, base + 3 * BLOCK_TOKENS)) for base in range(100_000, 140_000, 1000)
 ]
+# Prompts that are put once, and removed.
+PASSING = [
+    SCHEMA.prefix(range(base, base + 2 * BLOCK_TOKENS)) for base in range(200_000, 260_000, 1000)
+]
 
-KEYS = sorted({key for prefix in [*PREFIXES, *ODD, LIES] for key in prefix.keys})
+KEYS = sorted({key for prefix in [*PREFIXES, *ODD, *PASSING, LIES] for key in prefix.keys})
 LIED_ABOUT = frozenset(LIES.keys)
 
 

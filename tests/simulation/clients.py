@@ -89,6 +89,7 @@ class User:
             self._put: 22,
             self._put_twice: 4,
             self._remove: 4,
+            self._pass: 8,
             self._pin: 2,
             self._match: 2,
             self._exists: 2,
@@ -138,8 +139,10 @@ class User:
                 "deadline", f"{self.name} {what[1:]}: {took_s:.3f} s of {timeout_s} s ({ended})"
             )
 
-    def _some(self) -> Prefix:
+    def _some(self, *, reading: bool = False) -> Prefix:
         prefixes = [*PREFIXES, LIES, LIES, LIES] if self.verify == "always" else PREFIXES
+        if reading:
+            prefixes = [*prefixes, *self.machinery.passing]
         prefix = self._dice.choice(prefixes)
         return prefix[: self._dice.randint(1, len(prefix))]
 
@@ -157,7 +160,7 @@ class User:
     # -- verbs -----------------------------------------------------------------------------------
 
     def _get(self, client: PoolClient, timeout_s: float) -> None:
-        prefix = self._some()
+        prefix = self._some(reading=True)
         into = np.zeros((len(prefix), SCHEMA.block_bytes), np.uint8)
         with client.get(prefix, into=into, timeout_s=timeout_s) as blocks:
             for index in range(len(blocks)):
@@ -167,7 +170,7 @@ class User:
 
     def _view(self, client: PoolClient, timeout_s: float) -> None:
         """Read the blocks in place, more than once."""
-        prefix = self._some()
+        prefix = self._some(reading=True)
         with client.get(prefix, timeout_s=timeout_s) as blocks:
             self._explained(blocks)
             for look in range(3):
@@ -205,6 +208,43 @@ class User:
     def _remove(self, client: PoolClient, timeout_s: float) -> None:
         client.remove(self._some(), timeout_s=timeout_s)
 
+    def _pass(self, client: PoolClient, timeout_s: float) -> None:
+        """Put a prompt, let others read and copy it, and remove it: it must not come back."""
+        assert self.process is not None
+        numbers, machinery = sorted(client.nodes()), self.machinery
+        if not (numbers and machinery.unused):
+            return
+        prefix = machinery.unused.pop()
+        machinery.passing.append(prefix)
+        try:
+            put = client.put(
+                prefix, payloads_of(prefix), node=self._dice.choice(numbers), timeout_s=timeout_s
+            )
+            # A put that was not confirmed may be carried out later.
+            if put.complete:
+                if self._dice.random() < 0.3:  # some are on disk, at nodes that leave meanwhile
+                    self.world.sleep(self._dice.uniform(0, 3))
+                copying = threading.Thread(
+                    target=lambda: self._copy(client, prefix, self._dice.choice(numbers)),
+                    name="copy",
+                )
+                copying.start()
+                self.world.sleep(self._dice.uniform(0, 0.02))
+                try:
+                    client.remove(prefix, timeout_s=timeout_s)
+                finally:
+                    copying.join()
+                machinery.removed.update(prefix.keys)
+                self.world.note(f"{self.name} removed {prefix.keys[0].hex()[:8]}")
+        finally:
+            if machinery.passing.count(prefix) and self._dice.random() < 0.5:
+                machinery.passing.remove(prefix)
+            self.process.stops += 1  # there is no deadline for both together
+
+    def _copy(self, client: PoolClient, prefix: Prefix, to: int) -> None:
+        with contextlib.suppress(TiffinError):
+            client.replicate(prefix, [to], timeout_s=0.5)
+
     def _pin(self, client: PoolClient, timeout_s: float) -> None:
         hard = self._dice.random() < 0.2
         client.pin(self._some(), ttl_s=self._dice.uniform(0.2, 2), hard=hard, timeout_s=timeout_s)
@@ -220,7 +260,9 @@ class User:
     def _replicate(self, client: PoolClient, timeout_s: float) -> None:
         numbers = sorted(client.nodes())
         if numbers:
-            client.replicate(self._some(), [self._dice.choice(numbers)], timeout_s=timeout_s)
+            client.replicate(
+                self._some(reading=True), [self._dice.choice(numbers)], timeout_s=timeout_s
+            )
 
 
 class Stranger:

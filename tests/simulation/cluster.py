@@ -21,6 +21,7 @@ INVARIANTS = {
     "bytes": "a get returns the bytes of its key, or fewer blocks",
     "reason": "a get that returns fewer blocks than asked for says why, and no other does",
     "findable": "what a node can be asked for is whole: its own header, its key's bytes",
+    "removed": "what was removed from the pool is not there again, as long as a node remembers it",
     "commit": "a header that does not belong to its extent is not committed",
     "lease": "a lease ends once",
     "conservation": "free + reserved + committed + quarantined = capacity, and all of core.check()",
@@ -146,6 +147,7 @@ class Cluster:
             self._stop_reader: 5,
             self._cut_off_reader: 4,
             self._crash_node: 3,
+            self._retire_node: 3,
             self._crash_user: 2,
             self._vanish: 2,
             self._partition: 4,
@@ -197,6 +199,25 @@ class Cluster:
             self.world.note(f"fate: {node.name}")
             node.crash(silently=self.dice.random() < 0.4)
             self._at(self.dice.uniform(0.1, 1.5), node.start)
+
+    def _retire_node(self) -> None:
+        """A node writes its blocks back and stops, for longer than its registration lives."""
+        node = self.dice.choice(self.nodes)
+        process, running = node.process, node.node
+        if process is None or running is None or not node.up:
+            return
+
+        def retire() -> None:
+            running._flush()
+            self.world.call_at(self.world.now, stop)
+
+        def stop() -> None:
+            if node.node is running:
+                self.world.note(f"fate: {node.name} stops")
+                node.crash(silently=False)
+                self._at(self.dice.uniform(2.0, 4.0), node.start)
+
+        self.world.spawn(process, retire, f"{node.name} retires")
 
     def _crash_user(self) -> None:
         user = self.dice.choice(self.users)

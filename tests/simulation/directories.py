@@ -98,8 +98,10 @@ class SimulatedDirectory(Directory):
         """See `Directory.publish`."""
         self._far(lambda d: d.publish(number, added, removed, first_seq))
 
-    def nodes(self) -> dict[int, NodeRecord]:
+    def nodes(self, *, fresh: bool = False) -> dict[int, NodeRecord]:
         """See `Directory.nodes`. A client has a copy, of MEMBERSHIP_AGE_S at most."""
+        if fresh:
+            return self._far(lambda d: d.nodes())
         return self._service.truth.nodes()
 
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:

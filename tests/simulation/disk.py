@@ -36,6 +36,7 @@ class Disk:
     def __init__(self, world: World, nbytes: int) -> None:
         self.world = world
         self.bytes = np.zeros(nbytes, np.uint8)
+        self.identity = world.random.randbytes(16)
         self.marks: dict[int, int] = {}  # offset -> length of extents that a restart finds
         self.slow = False
         self.failing = False
@@ -60,6 +61,7 @@ class SimulatedNvme(Tier):
     def __init__(self, disk: Disk) -> None:
         super().__init__(TierName.NVME, len(disk.bytes))
         self._disk = disk
+        self.identity = disk.identity
 
     def scan(self) -> Iterator[tuple[Extent, Header]]:
         """See `Tier.scan`."""

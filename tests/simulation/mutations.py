@@ -20,6 +20,7 @@ from tiffin.kvstore.node.core.node_core import NodeCore
 from tiffin.kvstore.node.core.placement import Residency
 from tiffin.kvstore.node.core.publisher_core import PublisherCore
 from tiffin.kvstore.node.core.records import BlockRecord, MoveOutcome
+from tiffin.kvstore.node.core.removal_memory import BarredKeys
 from tiffin.kvstore.node.node import Node
 from tiffin.kvstore.pool import pool_verbs
 from tiffin.kvstore.pool.remote import block_read as fetch_module
@@ -172,6 +173,30 @@ def _removed_stays() -> Patches:
     return [(Residency, "_forget", forget)]
 
 
+def _copies_go_on() -> Patches:
+    """A removal does not end the copies of its blocks that are under way."""
+
+    def forget(self: NodeCore, keys: Any) -> Any:
+        self.residency.copies.clear()
+        return original(self, keys)
+
+    original = NodeCore.forget
+    return [(NodeCore, "forget", forget)]
+
+
+def _copies_at_any_time() -> Patches:
+    """A copy may begin at a node that has removed the block, while others have it still."""
+    return [(BarredKeys, "bars", lambda self, key, now: False)]
+
+
+def _absence_unsaid() -> Patches:
+    """A node that returns is not told what was removed while it was away."""
+    original = Node.catch_up
+    return [
+        (Node, "catch_up", lambda self, told, missed, whole: original(self, [], [], whole=True))
+    ]
+
+
 def _publish_before_commit() -> Patches:
     """A block is published when its room is reserved, and not withdrawn after an abort."""
 
@@ -209,8 +234,8 @@ def _visible_before_commit() -> Patches:
 def _overwrite_in_place() -> Patches:
     """A put of a resident block overwrites it in place."""
 
-    def reserve(self: NodeCore, session: Any, keys: Any, *rest: Any) -> Any:
-        made = original(self, session, keys, *rest)
+    def reserve(self: NodeCore, session: Any, keys: Any, *rest: Any, copy: bool = False) -> Any:
+        made = original(self, session, keys, *rest, copy=copy)
         if made.lease is not None or not made.statuses:
             return made
         replicas = [self.index[k].dram for k in keys if k in self.index and self.index[k].dram]
@@ -339,6 +364,9 @@ MUTATIONS = [
     Mutation("any_generation", _any_generation, ("commit", "findable")),
     Mutation("release_twice", _release_twice, ("lease", "conservation", "exception")),
     Mutation("removed_stays", _removed_stays, ("conservation", "exception")),
+    Mutation("copies_go_on", _copies_go_on, ("removed",)),
+    Mutation("copies_at_any_time", _copies_at_any_time, ("removed",)),
+    Mutation("absence_unsaid", _absence_unsaid, ("removed",)),
     Mutation("publish_before_commit", _publish_before_commit, ("convergence",)),
     Mutation(
         "visible_before_commit", _visible_before_commit, ("bytes", "findable", "conservation")

@@ -20,13 +20,14 @@ from tiffin.kvstore.node.mover import extent_of
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.publisher import Publisher, PublisherOptions
 
-from .blocks import EXTENT_BYTES, LIED_ABOUT, is_right
+from .blocks import EXTENT_BYTES, LIED_ABOUT, PASSING, is_right
 from .directories import DirectoryService, SimulatedDirectory
 from .disk import Disk, SimulatedNvme
 from .threads import VExecutor, wait
 from .world import Violation
 
 if TYPE_CHECKING:
+    from tiffin.kvstore.format.keys import Prefix
     from tiffin.kvstore.node.core.records import Replica, Session
 
     from .network import Network
@@ -99,7 +100,7 @@ class SimulatedNode:
         options = DaemonOptions(
             self.options, self.name, Path(self.name), listen=self.address, directory="simulated"
         )
-        node = Node(self.options, name=self.name)
+        node = Node(self.options, name=self.name, awaits_peers=True)
         with listening(node, options) as address:
             assert address is not None
             with in_a_pool(node, options, address):
@@ -125,6 +126,18 @@ class SimulatedNode:
         for block in list(node.core.index.values()):
             if block.dram is not None:
                 self._check_bytes(node, block.dram)
+        self._check_removed(node)
+
+    def _check_removed(self, node: Node) -> None:
+        """A node that is in the pool, and has heard of all removals, has nothing that was removed
+        if any node remembers that."""
+        back = self.cluster.removed & node.core.index.keys()
+        record = self.cluster.directory.truth.nodes().get(self.published_number())
+        if not back or record is None or not record.slab:
+            return
+        for other in self.cluster.nodes:
+            if other.node is not None and back & set(other.node.core.removal_log.keys()):
+                raise Violation("removed", f"{self.name} has {len(back)} removed blocks again")
 
     def _check_bytes(self, node: Node, replica: Replica) -> None:
         """A block that can be found has its own header and its own bytes."""
@@ -162,6 +175,10 @@ class Machinery:
         self.network = network
         self.directory = DirectoryService(world)
         self.nodes: list[SimulatedNode] = []
+        # Prompts that are put once, read and copied by everybody, and removed; and what was.
+        self.unused = list(PASSING)
+        self.passing: list[Prefix] = []
+        self.removed: set[bytes] = set()
 
     def patches(self) -> list[tuple[Any, str, Any]]:
         """The patches of all points where the product uses the outside world."""

@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...sim.cluster.colocated import ColocatedOptions, simulate_colocated, summarise_colocated
+from ...sim.cluster.options import SHIPPED
 from ...sim.cluster.oracle import POLICY as ORACLE
-from ...sim.cluster.simulation import SimulationOptions
 from ...sim.results.goodput import highest_rate
 from ...traces.look_alike import look_alike
 from ...traces.scaling import at_rate, window
@@ -36,6 +36,7 @@ from ..setups.mooncake_systems import ENGINES, NODES
 from .first_tokens import ALGORITHM_1, DEFAULT, lasts_s
 
 if TYPE_CHECKING:
+    from ...sim.cluster.simulation import SimulationOptions
     from ...sim.instances.engine_options import EngineOptions
     from ...traces.trace import Trace
     from ..registry import Tell
@@ -60,7 +61,7 @@ flip, and with what comes before two do, so that ten prefill. At these rates ten
 trace pass in three to five, in which queues may grow to the objective: rates that last are lower,
 for all."""
 
-OPTIONS = SimulationOptions(ttft_s=TTFT_S, tbt_s=TBT_S)
+OPTIONS = replace(SHIPPED, ttft_s=TTFT_S, tbt_s=TBT_S)
 
 
 def colocated_goodput(trace: Trace, engine: EngineOptions) -> float:
@@ -138,7 +139,7 @@ def conversations(effort: Effort, tell: Tell) -> Evidence:
     order = sorted(rates, key=lambda name: rates[name].mean, reverse=True)
     rows = tuple((name, rates[name].shown(".2f")) for name in order)
     table = Grid("Goodput of conversations", ("scheduler", "requests/s"), rows)
-    return Evidence(goals=goals, grids=(table,), notes=(_ROLES,))
+    return Evidence(goals=goals, grids=(table,), notes=(_ROLES,), settings=OPTIONS.shown)
 
 
 def _cell(rates: dict[str, Interval], other: str, least: float) -> Cell:

@@ -9,14 +9,19 @@ Admission by predicted times refuses long prompts first, and more requests are s
 are to choose from. So goodput is also counted in tokens, of the prompts and answers that were in
 time.
 
+What is promised has to hold as well: the predicted first tokens of those that are admitted, and how
+many of these are later than their objective.
+
 Of those who are refused at twice the load, a sample is replayed, each alone: everything else stays
 as it was (`sim/cluster/refusals.py`). Most places that a refused request could have had
 were somebody else's, so beside those who would have been in time stand those who would have been
-without making anybody late who was not.
+without making anybody late who was not. There all is sent at once, as a replay has nobody who
+releases.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,16 +31,19 @@ from tiffin.conductor.cost import latency_profiles
 from ...plots import Line, Plot
 from ...sim.cluster.refusals import replay_refusals
 from ...sim.cluster.simulation import simulate
+from ...sim.results.outcomes import late_share, ttft_error_p90
 from ..evidence import Evidence, Grid
 from ..registry import Effort, reproduction
 from ..setups.fleets import FLEETS, Fleet, goodput, offered, token_goodput, workload
 from ..setups.judged import Cell, judged
+from .first_tokens import ERROR_P90
 
 if TYPE_CHECKING:
     from ...sim.cluster.refusals import Refusals
     from ..evidence import Goal
     from ..registry import Tell
 
+LATE_SHARE = Settings().admission.late_share
 MODE = Settings().admission.mode
 OTHERS = tuple(mode for mode in ("off", "baseline", "early", "predictive") if mode != MODE)
 LOADS = (0.75, 1.0, 1.5, 2.0, 3.0)
@@ -47,10 +55,16 @@ REPLAYED, REPLAYED_FULL = 34, 100
 
 
 class Goodput(NamedTuple):
-    """Per second, of what was in time."""
+    """Per second, of what was in time; of those admitted, the share whose first token was late, and
+    the p90 of the error of its prediction."""
 
     requests: float
     tokens: float
+    late_share: float = 0.0
+    error_p90: float = 0.0
+
+
+UNITS = Goodput._fields[:2]
 
 
 _LONGEST = """What is refused for its predicted TTFT is a long prompt first, so goodput in requests
@@ -81,7 +95,8 @@ def _curve(
             tell(f"{fleet.name}, {mode}, {load:g} ×, seed {seed}")
             trace, options = workload(seed), fleet.options(mode, seed)
             jobs = simulate(offered(trace, load * fleet.rate(trace)), options).jobs
-            each.append(Goodput(goodput(jobs, options), token_goodput(jobs, options)))
+            rates = goodput(jobs, options), token_goodput(jobs, options)
+            each.append(Goodput(*rates, late_share(jobs, options), ttft_error_p90(jobs)))
         found[load] = Goodput(*(fmean(values) for values in zip(*each, strict=True)))
     return found
 
@@ -112,16 +127,23 @@ def overloads(effort: Effort, tell: Tell) -> Evidence:
                     for load in OVERLOADS
                 ],
             )
-            for unit in Goodput._fields
+            for unit in UNITS
         ),
         judged(
             f"goodput at twice the load is highest with the default, admission {MODE}",
             [_best(fleet.name, found) for fleet in FLEETS],
         ),
+        *_promise_goals(found),
         *_refusal_goals(refused),
     )
     grids = (_grid(found), _refusal_grid(refused))
-    return Evidence(goals=goals, grids=grids, plots=(_plot(found),), notes=(_LONGEST, _IN_STEAD))
+    return Evidence(
+        goals=goals,
+        grids=grids,
+        plots=(_plot(found),),
+        notes=(_LONGEST, _IN_STEAD),
+        settings=FLEETS[0].options(MODE).shown,
+    )
 
 
 def _kept(fleet: str, curve: Curve, load: float, unit: str) -> Cell:
@@ -140,6 +162,20 @@ def _best(fleet: str, found: dict[tuple[str, str], Curve]) -> Cell:
     return Cell(fleet, theirs / max(ours, 1e-9), f"{ours:.2f}/s; {other} {theirs:.2f}/s")
 
 
+def _promise_goals(found: dict[tuple[str, str], Curve]) -> tuple[Goal, ...]:
+    """Of those who are admitted at twice the load and more."""
+    places = [(fleet.name, load) for fleet in FLEETS for load in OVERLOADS]
+    late, errors = list[Cell](), list[Cell]()
+    for fleet, load in places:
+        one, where = found[fleet, MODE][load], f"{fleet}, {load:g} ×"
+        late.append(Cell(where, one.late_share / LATE_SHARE, f"{one.late_share:.1%}"))
+        errors.append(Cell(where, one.error_p90 / ERROR_P90, f"{one.error_p90:.1%}"))
+    return (
+        judged(f"admitted at 2 and 3 times the load, and late ≤ {LATE_SHARE:.0%}", late),
+        judged(f"their predicted TTFT, p90 of the error ≤ {ERROR_P90:.0%}", errors),
+    )
+
+
 def _refusals(effort: Effort, tell: Tell) -> dict[str, Refusals]:
     """By fleet, some of those who are refused at twice the load, replayed."""
     sample = REPLAYED_FULL if effort.is_full else REPLAYED
@@ -148,7 +184,7 @@ def _refusals(effort: Effort, tell: Tell) -> dict[str, Refusals]:
         tell(f"{fleet.name}, refusals")
         trace = workload(effort.seeds[0])
         faster = offered(trace, OVERLOADS[0] * fleet.rate(trace))
-        options = fleet.options(MODE, effort.seeds[0])
+        options = replace(fleet.options(MODE, effort.seeds[0]), order="arrival")
         found[fleet.name] = replay_refusals(faster, options, latency_profiles.load, sample)
     return found
 

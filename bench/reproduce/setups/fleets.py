@@ -55,8 +55,9 @@ class Fleet:
     decode: int = 2
 
     def options(self, admission: str = "predictive", seed: int = 0) -> SimulationOptions:
-        """Of a simulation with the objectives above."""
+        """Of a simulation with the objectives above, held as the conductor does by default."""
         return SimulationOptions(
+            order="held",
             prefill=self.prefill,
             decode=self.decode,
             admission=admission,

@@ -118,3 +118,17 @@ class SimulationOptions:
         more = {"transfers": links, "queue": queue, "disaggregation": layers}
         changes["planner"] = {"mode": self.planner}
         return patched(Settings(), {**changes, **more})
+
+    @property
+    def shown(self) -> str:
+        """What of it decides when a prompt is sent, and whether it is taken, for tables."""
+        ahead = f" with `ahead_max` {self.ahead_max} and `ahead_s` {self.ahead_s:g}"
+        return (
+            f"`order` {self.order}{ahead if self.order == 'held' else ''}, "
+            f"`queue_order` {self.queue_order}, admission {self.admission}, all that the conductor "
+            f"hears {self.late_s:g} s late"
+        )
+
+
+# With the settings that the conductor comes with, it holds prompts back until their turn.
+SHIPPED = SimulationOptions(order="held")

@@ -31,6 +31,8 @@ def table(title: str, summaries: Sequence[Summary], goodputs: Sequence[float] = 
             (f"TBT {name}", [f"{getattr(s.tbt_s, name) * 1e3:.0f} ms" for s in summaries])
             for name in ("p50", "p90", "p99")
         ),
+        ("second token after, mean", [f"{s.second_s.mean:.2f} s" for s in summaries]),
+        ("second token after, p99", [f"{s.second_s.p99:.2f} s" for s in summaries]),
         ("met the objectives", [_share(s.attained) for s in summaries]),
         *(
             [("goodput, of this rate", [f"{times:.2f} x" for times in goodputs])]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiffin.conductor.cost import latency_profiles
+
 from ...traces.ideal_cache import hit_share
 from .usage import Usage, usage
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ...traces.trace import Trace
+    from ..cluster.options import SimulationOptions
     from ..cluster.simulation import SimulationOutcome
     from ..instances.sim_request import SimRequest
 
@@ -38,7 +41,9 @@ class Quantiles:
 class Summary:
     """Of all requests. `rejected`: how many, by reason. Shares are of 1.
 
-    `tbt_s`: over the requests, of each the mean of the longest tenth of its gaps. `hit_share`: of
+    `tbt_s`: over the requests, of each the mean of the longest tenth of its gaps. `second_s`: from
+    the first token to the second one, in which its KV is handed over; `second_alone_s`: the mean of
+    that on idle cards, with a step of an idle instance. `hit_share`: of
     the tokens of prompts that were computed or loaded, those that were loaded; `ideal_hit_share`:
     what one cache of the size of all nodes' memory would have had, if nothing took time.
     `compute_s`: GPU seconds of a prefill. `ttft_bias` and `ttft_error_p90`: how far the predicted
@@ -60,6 +65,8 @@ class Summary:
     usage: Usage
     attained: float | None
     span_s: float
+    second_s: Quantiles
+    second_alone_s: float = 0.0
 
 
 def summarise(trace: Trace, outcome: SimulationOutcome) -> Summary:
@@ -73,7 +80,18 @@ def summarise(trace: Trace, outcome: SimulationOutcome) -> Summary:
         ideal_hit_share=hit_share(trace, capacity),
         moved_bytes=sum(outcome.moved_bytes.values()),
         usage=usage(trace, outcome),
+        second_alone_s=_second_alone_s(outcome),
     )
+
+
+def _second_alone_s(outcome: SimulationOutcome) -> float:
+    options = outcome.options
+    tokens = [job.trace.prompt_tokens for job in outcome.jobs if job.gaps_s]
+    if not tokens:
+        return 0.0
+    *_, d0, d1, d2 = latency_profiles.load(options.decode_profile or options.profile).latency
+    sent_s = options.token_bytes / options.bandwidth_bytes_s
+    return options.latency_s + d0 + d1 + (sent_s + d2) * float(np.mean(tokens))
 
 
 def summary_of(
@@ -84,6 +102,7 @@ def summary_of(
     ideal_hit_share: float,
     moved_bytes: int,
     usage: Usage,
+    second_alone_s: float = 0.0,
 ) -> Summary:
     """The summary of the requests of a simulated cluster of any kind."""
     served = [job for job in jobs if job.ended_s is not None]
@@ -98,11 +117,13 @@ def summary_of(
         hit_share=cached_share(served),
         ideal_hit_share=ideal_hit_share,
         ttft_bias=float(errors.mean()) if len(errors) else 0.0,
-        ttft_error_p90=float(np.quantile(np.abs(errors), 0.9)) if len(errors) else 0.0,
+        ttft_error_p90=ttft_error_p90(served),
         moved_bytes=moved_bytes,
         attained=attained,
         usage=usage,
         span_s=max((job.ended_s or 0.0 for job in jobs), default=0.0),
+        second_s=quantiles([job.gaps_s[0] for job in served if job.gaps_s]),
+        second_alone_s=second_alone_s,
     )
 
 
@@ -152,6 +173,20 @@ def attained(job: SimRequest, ttft_s: float | None, tbt_s: float | None) -> bool
 def attained_in_mean(job: SimRequest, ttft_s: float, tbt_s: float) -> bool:
     """The same, where the objective is for the mean of a request's gaps, of which it has one."""
     return _ttft_s(job) <= ttft_s and float(np.mean(job.gaps_s)) <= tbt_s
+
+
+def late_share(jobs: Sequence[SimRequest], options: SimulationOptions) -> float:
+    """Of those that were served, whose first token came after its objective."""
+    assert options.ttft_s is not None, "there is an objective"
+    served = [_ttft_s(job) for job in jobs if job.ended_s is not None]
+    return sum(one > options.ttft_s for one in served) / max(1, len(served))
+
+
+def ttft_error_p90(jobs: Sequence[SimRequest]) -> float:
+    """Of those that were served: how far the predicted TTFT is from the observed one, as a share of
+    it."""
+    errors = _prediction_errors([job for job in jobs if job.ended_s is not None])
+    return float(np.quantile(np.abs(errors), 0.9)) if len(errors) else 0.0
 
 
 def _ttft_s(job: SimRequest) -> float:

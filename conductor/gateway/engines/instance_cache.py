@@ -69,20 +69,21 @@ class Known:
         self._keyed: set[str] = set()  # models
         # Instances that were ready, and since when the conductor lists them no more.
         self._forgotten: dict[str, tuple[InstanceReply, float]] = {}
-        self._heard_at: float | None = None
+        self._empty_since: float | None = None
         self._turns: Counter[tuple[str, str]] = Counter()  # per model and kind of instance
 
     def __len__(self) -> int:
         return len(self._instances)
 
     def update(self, instances: Sequence[InstanceReply], now: float) -> None:
-        """Replace the cached list by the conductor's current one. An empty list replaces it only
-        after `EMPTY_S`."""
-        if not instances and self._instances and self._heard_at is not None:
-            if now - self._heard_at < EMPTY_S:
+        """Replace the cached list by the conductor's current one. Empty ones replace it only
+        `EMPTY_S` after the first of them, however long the conductor was silent before."""
+        if instances:
+            self._empty_since = None
+        elif self._instances:
+            self._empty_since = now if self._empty_since is None else self._empty_since
+            if now - self._empty_since < EMPTY_S:
                 return
-        else:
-            self._heard_at = now
         was_ready = {
             name: (one, now) for name, one in self._instances.items() if one.status == "ready"
         }

@@ -6,6 +6,7 @@ the engine itself refuses invalid values, with its own messages.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,8 +86,21 @@ class _Body(Struct):
     previous_response_id: str | None = None
 
 
-_body = msgspec.json.Decoder(_Body)
+# Not strict: 5.0 for 5 and 1 for true, as pydantic has it, by which vLLM reads.
+_body = msgspec.json.Decoder(_Body, strict=False)
 _fields = msgspec.json.Decoder(dict[str, Raw])
+
+
+class _Key:
+    """A key that is equal to no other, so that none of an object's is lost."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+_keys = msgspec.json.Decoder(dict[_Key, Raw], dec_hook=lambda _, name: _Key(name))
 _text = msgspec.json.Decoder(str)
 _ids = msgspec.json.Decoder(_TOKEN_IDS)
 _messages = msgspec.json.Decoder(list[_Message])
@@ -195,7 +209,7 @@ def read_ask(path: str, raw: bytes, wishes: Wishes) -> ClientRequest:
     """Parse a request. Raises Refusal for an invalid body, or for one that sets
     `kv_transfer_params` itself."""
     try:
-        body, fields = _body.decode(raw), _fields.decode(raw)
+        body, fields = _body.decode(raw), _once(raw)
     except (msgspec.DecodeError, RecursionError) as error:
         refusal = invalid_json(error)
         refusal.status = 400  # as OpenAI has it
@@ -286,13 +300,25 @@ def read_wishes(
     )
 
 
+def _once(raw: bytes | Raw) -> dict[str, Raw]:
+    """An object's fields. Raises Refusal if one of them stands there twice: an engine may take the
+    one that was not checked here."""
+    fields: dict[str, Raw] = {}
+    for key, value in _keys.decode(raw).items():
+        if key.name in fields:
+            name = printable(key.name[:NAME_MAX])
+            raise Refusal(400, "invalid_json", f"{name!r} is there twice: leave one", param=name)
+        fields[key.name] = value
+    return fields
+
+
 def _refuse_transfers(body: _Body) -> None:
     """Raise Refusal if the client sets `kv_transfer_params`: it could make an instance connect to
     any address, and read what that address answers."""
     in_extras = False
     if not _is_null(body.vllm_xargs):
         try:
-            in_extras = "kv_transfer_params" in _fields.decode(body.vllm_xargs)
+            in_extras = "kv_transfer_params" in _once(body.vllm_xargs)
         except msgspec.DecodeError:
             in_extras = False  # not an object, which the engine refuses
     if in_extras or not _is_null(body.kv_transfer_params):
@@ -363,7 +389,10 @@ def _is_null(raw: Raw) -> bool:
 
 
 def _name(headers: Mapping[str, str], header: str, default: str) -> str:
-    value = headers.get(header, "")
+    # Starlette gives the bytes of a header as Latin-1; people's names are UTF-8.
+    with contextlib.suppress(UnicodeError):
+        value = headers.get(header, "")
+        value = value.encode("latin-1").decode("utf-8")
     if len(value) > ID_MAX or not value.isprintable():
         raise Refusal(
             400, "invalid_header", f"{header} is at most {ID_MAX} printable characters",

@@ -133,6 +133,8 @@ class Placer:
                 return self.unplaced(ask, sized, avoid, why, error)
             except UnknownModel as error:
                 # A restarted conductor knows no instance until the instances register again.
+                if not len(self._known):
+                    raise NoInstance("no instance is registered; try again") from error
                 if ask.model not in self._known.models():
                     raise
                 return self.unplaced(ask, sized, avoid, "model_unknown", error)

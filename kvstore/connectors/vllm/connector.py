@@ -23,6 +23,7 @@ from .hbm_front import open_front
 from .metrics import PromMetrics, Statistics
 from .model.compatibility import check_engine, check_hosts, check_version
 from .model.request_identity import RequestIdentities
+from .model.weights_epoch import WeightsEpoch
 from .orders import StepOrders, StepReport
 from .pages.engine_blocks import engine_blocks, engine_copier
 from .pool_link import PoolLink
@@ -68,6 +69,7 @@ class _Requests:
     def __init__(self, identities: RequestIdentities) -> None:
         self._identities = identities
         self._requests: dict[str, Any] = {}
+        self._outdated: set[str] = set()  # of an epoch that has ended
         self.block_state: Any = None
         self.finished_pages: dict[str, Sequence[int]] = {}
 
@@ -76,7 +78,12 @@ class _Requests:
 
     def remove(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+        self._outdated.discard(request_id)
         self.finished_pages.pop(request_id, None)
+
+    def outdate(self) -> None:
+        """None of the requests has what its blocks are named by: the weights may be others."""
+        self._outdated.update(self._requests)
 
     def pages_of(self, request_id: str) -> Sequence[int]:
         """See `EngineState.pages_of`."""
@@ -90,7 +97,10 @@ class _Requests:
 
     def holds(self, request_id: str) -> bool:
         """See `EngineState.holds`."""
-        return self._identities.holds(self._requests[request_id])
+        request = self._requests.get(request_id)
+        if request is None or request_id in self._outdated:
+            return False
+        return self._identities.holds(request)
 
     def confirmed(self, request_ids: Iterable[str]) -> Iterator[tuple[str, int]]:
         """How many leading tokens of each request are computed, without steps in flight."""
@@ -158,7 +168,8 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._blocks, self._schema, self._page_tokens = blocks, blocks.schema, blocks.page_tokens
         (group,) = kv_cache_config.kv_cache_groups
         self._layers = {name: index for index, name in enumerate(group.layer_names)}
-        self._identities = RequestIdentities(settings.block_tokens)
+        self._epoch = WeightsEpoch(settings.weights_version, settings.weights_version_file)
+        self._identities = RequestIdentities(settings.block_tokens, self._epoch)
         self._requests = _Requests(self._identities)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -233,7 +244,7 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
             request.request_id, num_computed_tokens, request.num_tokens
         )
         # Asked only of what would be loaded: it looks at an adapter's files.
-        if tokens and not self._identities.holds(request):
+        if tokens and not self._requests.holds(request.request_id):
             return 0, False
         return tokens, later
 
@@ -275,7 +286,9 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         request_id, confirmed = request.request_id, _confirmed(request)
         told = None
         if to_be_told(request.kv_transfer_params):
-            blocks = self._scheduler.tracker.promise(request_id, confirmed)
+            blocks = 0  # what is not saved any more is not promised either
+            if self._requests.holds(request_id):
+                blocks = self._scheduler.tracker.promise(request_id, confirmed)
             told = promise(blocks, self._link.home_number())
         self._requests.finished_pages[request_id] = block_ids
         keeps = self._scheduler.finished(request_id, confirmed, self._requests)
@@ -283,11 +296,17 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return keeps, told
 
     def reset_cache(self) -> bool:
-        """Begin a new epoch of the keys (`WeightsEpoch`). vLLM calls it for `reset_prefix_cache`
-        with `reset_external`, and at a pause that clears caches. The keys of workers come from
-        here."""
+        """Begin a new epoch of the weights: nothing that was stored before is found from now on.
+        Requests that the engine has load and save nothing any more, and loads that have not ended
+        count as failed. False if the version's name can't be read; the epoch has begun anyway."""
         assert self._scheduler is not None
-        self._scheduler.reset()
+        self._requests.outdate()
+        self._scheduler.tracker.reset()
+        try:
+            self._epoch.reset()
+        except InvalidInput as error:
+            log.error("the cache is reset, and shared with no other engine: %s", error)
+            return False
         return True
 
     # -- in a worker -----------------------------------------------------------------------------

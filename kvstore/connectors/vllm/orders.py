@@ -75,7 +75,8 @@ class StepOrders:
     whose pages the engine keeps until the worker reports that their saves have ended. `idle`: the
     step has no forward pass. `left_regions`: memory in which no blocks will be held any more, of
     nodes that are gone. `layer_saves`: blocks that this step's forward pass completes, to be saved
-    layer by layer; `confirmed`, `given_up`: numbers of such saves of earlier steps, which are to be
+    layer by layer; `reset`: the loads of earlier steps are of blocks that are not valid any more;
+    `confirmed`, `given_up`: numbers of such saves of earlier steps, which are to be
     stored, or not."""
 
     step: int = 0
@@ -88,6 +89,7 @@ class StepOrders:
     layer_saves: list[SaveOrder] = field(default_factory=list)
     confirmed: list[int] = field(default_factory=list)
     given_up: list[int] = field(default_factory=list)
+    reset: bool = False
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ...client.client import Client
-from ...errors import ClientClosed, DeadlineExceeded, NodeUnavailable, ProtocolError, TurnMissed
+from ...errors import ClientBusy, ClientClosed, DeadlineExceeded, NodeUnavailable, ProtocolError
 from ...health import Health
 from ...pool.client import PoolClient
 
@@ -72,7 +72,7 @@ class PoolLink:
         client = self._connected(wait_s)
         try:
             result = action(client)
-        except TurnMissed:  # the process is busy, which one call pays for
+        except ClientBusy:  # this process's own threads: one miss
             raise
         except _FAILURES as error:
             self._failed(client, error)

@@ -44,8 +44,7 @@ class TrackedRequest:
     `held`: where they lie, from block `held_from` on, while they are. `failed_from`: the first
     block that could not be loaded, which is not offered again. `next_save`: the first block to
     save; what is before it is in the pool, or is being saved. `began_with`: how many tokens the
-    request had in its first step, None before. `cut_off`: its keys are of other weights, so that it
-    has nothing to load or save any more.
+    request had in its first step, None before.
     """
 
     prefix: Prefix
@@ -62,7 +61,6 @@ class TrackedRequest:
     synchronous: bool = False
     next_save: int = 0
     began_with: int | None = None
-    cut_off: bool = False
     pending_saves: set[int] = field(default_factory=set)
 
 
@@ -112,6 +110,7 @@ class RequestTracker:
         self._given_up: list[int] = []
         self._unended: dict[int, tuple[str, int]] = {}  # by save: its request, ranks still at it
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # keys that were used once
+        self._reset = False  # since the last step
         self._saves_fail = False  # whether the saves that ended last have left blocks unstored
         self._number = 0
         self._step = 0
@@ -125,14 +124,6 @@ class RequestTracker:
     def add(self, request_id: str, prefix: Prefix, lookup_until: float) -> None:
         """Track a request whose lookup in the pool has begun."""
         self._requests[request_id] = TrackedRequest(prefix, lookup_until)
-
-    def cut_off(self) -> list[str]:
-        """Nothing more is loaded or saved for the requests that are in the engine. What was ordered
-        goes on: loads into pages that the engine waits for, saves of what was computed before."""
-        for request_id, request in self._requests.items():
-            request.cut_off = True
-            self._given_up += self._layers.give_up(request_id)
-        return list(self._requests)
 
     def prefix_of(self, request_id: str) -> Prefix:
         """The prefix of a request that is in the engine."""
@@ -158,7 +149,7 @@ class RequestTracker:
         """Forget the pool's answer, because the engine has given up the request's pages and will
         ask anew. Returns the prefix to look up, None if there is no such request."""
         request = self._requests.get(request_id)
-        if request is None or request.cut_off:
+        if request is None:
             return None
         request.hit_blocks, request.lookup_until = None, lookup_until
         request.hold, request.held, request.streamed = "none", None, False
@@ -174,7 +165,7 @@ class RequestTracker:
         if request is None:
             return 0, False
         request.local_tokens = local_tokens
-        if not self._options.loads or request.cut_off:
+        if not self._options.loads:
             return 0, False
         waits = request.hit_blocks is None or request.hold == "asked"
         if waits and now < request.lookup_until:
@@ -214,7 +205,7 @@ class RequestTracker:
         """The blocks that the request will load, if they are to be held: all lie in this host's
         DRAM, and were not asked for before."""
         request = self._requests.get(request_id)
-        if request is None or request.hold != "none" or not self._options.loads or request.cut_off:
+        if request is None or request.hold != "none" or not self._options.loads:
             return None
         if not self._to_load(request, local_tokens, total_tokens):
             return None
@@ -306,10 +297,13 @@ class RequestTracker:
         self._step += 1
         orders = StepOrders(self._step, loads=list(self._loads.values()))
         self._loads.clear()
+        orders.reset, self._reset = self._reset, False
         for request_id in preempted:
             self._given_up += self._layers.give_up(request_id)
             request = self._requests.get(request_id)
-            if request is not None and request.pending_saves:
+            if request is None:  # it has ended since, and the pages went before
+                orders.preempted.append(request_id)
+            elif request.pending_saves:
                 orders.preempted.append(request_id)
                 # Its pages are gone. Should it end while new ones are loaded, the end of that load
                 # frees them, and the engine must not hear of the request's end once more.
@@ -344,7 +338,7 @@ class RequestTracker:
         request, options = self._requests.get(request_id), self._options
         if request is None or not options.saves or options.save != "always" or self._saves_fail:
             return 0
-        if request.cut_off or request.began_with is None or confirmed <= request.began_with:
+        if request.began_with is None or confirmed <= request.began_with:
             return 0
         return confirmed // options.block_tokens if confirmed >= options.save_tokens_min else 0
 
@@ -377,11 +371,18 @@ class RequestTracker:
             elif request_id in self._requests:
                 self._requests[request_id].pending_saves.discard(number)
 
+    def reset(self) -> None:
+        """Blocks are named anew: what is being loaded, or saved by layer, is given up. Whole blocks
+        that are being saved were computed and named before."""
+        self._reset = True
+        for request_id in self._requests:
+            self._given_up += self._layers.give_up(request_id)
+
     # -- saving ----------------------------------------------------------------------------------
 
     def _due(self, request: TrackedRequest) -> float:
         """The number of confirmed tokens at which the request has a block to save."""
-        if not self._options.saves or request.began_with is None or request.cut_off:
+        if not self._options.saves or request.began_with is None:
             return math.inf
         block_end = (request.next_save + 1) * self._options.block_tokens
         return max(block_end, self._options.save_tokens_min, request.began_with + 1)
@@ -414,8 +415,6 @@ class RequestTracker:
         `begin` to `end`, unless they are saved already."""
         request, block = self._requests.get(request_id), self._options.block_tokens
         if request is None or request.prefix.token_count < self._options.save_tokens_min:
-            return []
-        if request.cut_off:
             return []
         first = max(request.next_save, begin // block, self._layers.end_of(request_id))
         stop = min(end // block, len(request.prefix))

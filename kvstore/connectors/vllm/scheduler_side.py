@@ -19,7 +19,6 @@ from ...pool.client import IN_PEER
 from ...verbs.block_verbs import Hit
 from .handoff import NOTHING
 from .held_leases import HeldBlocks, HeldLeases
-from .model.weights_epoch import WeightsEpoch
 from .pool_link import at_node
 from .request_tracker import RequestTracker, TrackerOptions
 from .transfer_counters import TransferCounters
@@ -95,7 +94,6 @@ class SchedulerSide:
         self._settings = settings
         self._schema = schema
         self._secret = settings.secret()
-        self._epoch = WeightsEpoch(settings.weights)
         self._link = link
         self._loads, self._streams = loads, streams
         self.tracker = RequestTracker(
@@ -130,8 +128,8 @@ class SchedulerSide:
         """A request has arrived: begin its lookup. Another instance has promised blocks, which are
         perhaps still being stored or computed."""
         name = self._settings.namespace
-        if scope := self._epoch.scope(identity.namespace):
-            name = f"{name}\0{scope}"
+        if identity.namespace:
+            name = f"{name}\0{identity.namespace}"
         prefix = self._schema.prefix(list(tokens), name, self._secret, identity.extras)
         until = self._lookup_until()
         settings, blocks = self._settings, min(promise.blocks, len(prefix))
@@ -215,13 +213,6 @@ class SchedulerSide:
         self._leases.mapped(report.mapped)
         self._leases.ended(report.ended_loads)
         self.tracker.reported(report)
-
-    def reset(self) -> None:
-        """The weights may be others from now on: no request finds or stores what was computed
-        before. Those that are in the engine are computed without the pool."""
-        self._epoch.begin()
-        for request_id in self.tracker.cut_off():
-            self._forget(request_id)
 
     def close(self) -> None:
         """End the lookups and the connection."""

@@ -38,12 +38,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     `url`: the pool, in any form that `Client.open` takes. `namespace`: requests share blocks only
     within it. `secret_file`: a file with the namespace's secret; the secret itself must not stand
     in a configuration that vLLM logs. `model_fingerprint`: what identifies the weights, if they are
-    not files that can be read here. `weights_version`: the name of other weights than these, which
-    engines that have the same ones share; `weights_version_file`: a file with it, read again at
-    every reset of its caches. `loading`: "auto" loads synchronously what lies in the DRAM of
+    not files that can be read here. `loading`: "auto" loads synchronously what lies in the DRAM of
     this host while nothing decodes, else asynchronously. `save`: "second" saves a block when this
     engine uses it for the second time. `layerwise`: "always" copies layer after layer beside the
     forward pass, loads and, while they are computed, saves; "auto" does so where it pays.
+    `weights_version` names the weights, `weights_version_file` a file with that name, which is read
+    again at each reset (`WeightsEpoch`).
     `load_tokens_min`: fewer tokens are computed rather than loaded; `save_tokens_min`: shorter
     prompts are not saved. `handoff_timeout_s`: how long a request waits for blocks that the
     instance which prefilled it has promised, and for the next ones while it prefills;
@@ -96,16 +96,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise InvalidInput(f"secret_file: {error}") from error
         return secret
 
-    def weights(self) -> str:
-        """The version of the weights, "" for those of the model's files. Raises InvalidInput if its
-        file can't be read."""
-        if self.weights_version_file is None:
-            return self.weights_version
-        try:
-            return Path(self.weights_version_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeError) as error:
-            raise InvalidInput(f"weights_version_file: {error}") from error
-
 
 def read(extra: Mapping[str, Any]) -> Settings:
     """The settings in `kv_connector_extra_config`. Raises InvalidInput that names the setting."""
@@ -118,8 +108,6 @@ def read(extra: Mapping[str, Any]) -> Settings:
         settings = msgspec.convert(dict(extra), Settings)
     except msgspec.ValidationError as error:
         raise InvalidInput(f"kv_connector_extra_config: {error}") from error
-    if settings.weights_version and settings.weights_version_file is not None:
-        raise InvalidInput("weights_version and weights_version_file: choose one")
     _check_no_secret(settings.url)
     parse_url(settings.url)
     for name, lowest in (("block_tokens", 1), ("load_tokens_min", 0), ("save_tokens_min", 0)):
@@ -133,6 +121,8 @@ def read(extra: Mapping[str, Any]) -> Settings:
         "save_timeout_s",
     ):
         _check(name, check_timeout, getattr(settings, name))
+    if settings.weights_version and settings.weights_version_file is not None:
+        raise InvalidInput("weights_version and weights_version_file are set; pass one of them")
     _check("hbm_bytes", parse_bytes, settings.hbm_bytes)
     _check("namespace", namespace_fingerprint, settings.namespace + _LONGEST_SUFFIX)
     return settings

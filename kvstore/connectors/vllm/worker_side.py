@@ -130,6 +130,7 @@ class WorkerSide:
         self._loading: dict[str, list[tuple[LoadOrder, Future[int]]]] = {}
         self._saving: dict[str, list[tuple[Save, Future[None]]]] = {}
         self._finished: set[str] = set()
+        self._outdated: set[int] = set()  # loads of before a reset
         self._bad_pages: set[int] = set()
         self._regions: dict[RegionId, MappedRegion] = {}
         self._left: set[RegionId] = set()
@@ -186,6 +187,8 @@ class WorkerSide:
         calls `wait_for_layer`."""
         self.finish_loads()
         self._idle = orders.idle
+        if orders.reset:
+            self._outdated = {load.number for one in self._loading.values() for load, _ in one}
         self._finished.update(orders.finished)
         for order in orders.saves:
             save = Save(order)
@@ -253,7 +256,8 @@ class WorkerSide:
         for request_id, loads in list(self._loading.items()):
             if all(loading.done() for _, loading in loads):
                 for load, loading in self._loading.pop(request_id):
-                    self._note_load(load, loading.result())
+                    outdated = load.number in self._outdated
+                    self._note_load(load, 0 if outdated else loading.result())
                 loaded.add(request_id)
         return saved, loaded
 

@@ -133,7 +133,8 @@ class ResidentBlocks:
     # -- a restart -------------------------------------------------------------------------------
 
     def adopt(self, key: bytes, offset: int, length: int, generation: int) -> None:
-        """Add a block that a restarted node found on NVMe; `link` sets the parents afterwards."""
+        """Add a block that a restarted node found on NVMe, and does not have again; `link` sets the
+        parents afterwards."""
         assert self.nvme is not None
         block = BlockRecord(key, None, 0)
         replica = Replica(block, TierName.NVME, offset, length, generation)
@@ -150,31 +151,34 @@ class ResidentBlocks:
         tail to its head.
         """
         assert self.nvme is not None
-        for key, parent_key in parents.items():
-            parent = self.index.get(parent_key)
-            if parent is not None and parent_key != key:
-                self.index[key].parent = parent
+        adopted = [self.index[key] for key in parents]
+        for block in adopted:
+            parent = self.index.get(parents[block.key])
+            if parent is not None and parent is not block:
+                block.parent = parent
                 parent.children += 1
-        self._number()
-        for block in sorted(self.index.values(), key=lambda b: -b.depth):
-            if block.nvme is not None:
-                self.nvme.offer(block.nvme)
+        self._number(adopted)
+        for block in sorted(adopted, key=lambda b: -b.depth):
+            assert block.nvme is not None
+            self.nvme.offer(block.nvme)
 
-    def _number(self) -> None:
-        """Set every block's depth; walks each chain once."""
-        depths: dict[BlockRecord, int] = {}
-        for block in self.index.values():
+    def _number(self, adopted: list[BlockRecord]) -> None:
+        """Set the depth of these blocks; walks each chain once."""
+        unnumbered = set(adopted)
+        for block in adopted:
             path: list[BlockRecord] = []
             seen: BlockRecord | None = block
-            # The second bound ends a cycle of parents, which only a forged slab could hold.
-            while seen is not None and seen not in depths and len(path) <= len(self.index):
+            # Ends at a cycle of parents too, which only a forged slab could hold.
+            while seen is not None and seen in unnumbered:
+                unnumbered.remove(seen)
                 path.append(seen)
                 seen = seen.parent
-            depth = depths[seen] + 1 if seen is not None and seen in depths else 0
+            cycle = seen is not None and seen in path
+            depth = 0 if seen is None or cycle else seen.depth + 1
             for member in reversed(path):
-                member.depth = depths[member] = depth
+                member.depth = depth
                 depth += 1
-        for block in self.index.values():
+        for block in adopted:
             # Only in a cycle is a parent not above its child: break the cycle there.
             if block.parent is not None and block.parent.depth >= block.depth:
                 block.parent.children -= 1

@@ -133,6 +133,10 @@ class Reserve(Request, tag="reserve"):
     With `ranks` above 1, that many writers share each extent, and the client is writer `rank`:
     `owned` has a bit for each segment of a block that it writes (bit 0 of byte 0 is the first
     segment's).
+
+    `copy`: the blocks are copied from other nodes. Whoever asks has to lease them there, or to see
+    that they are there, after this request was answered: a removal of a block that comes meanwhile
+    ends its reservation.
     """
 
     keys: Keys
@@ -143,6 +147,7 @@ class Reserve(Request, tag="reserve"):
     rank: Natural = 0
     ranks: Ranks = 1
     owned: Bitmap = b""
+    copy: bool = False
 
 
 class Commit(Request, tag="commit"):
@@ -237,9 +242,15 @@ class Inventory(Request, tag="inventory"):
 
 
 class Events(Request, tag="events"):
-    """Request the blocks added and removed after event number `after`, at most EVENTS_MAX."""
+    """Request the blocks added and removed after event number `after`, at most EVENTS_MAX.
+
+    With `removals`: the keys that were removed by requests, for the node with this `slab`, which
+    was away. `after` counts removals then.
+    """
 
     after: Natural
+    removals: bool = False
+    slab: Secret = b""
 
 
 class Pull(Request, tag="pull"):
@@ -400,13 +411,20 @@ class EventPage(Reply, tag="event_page"):
     """Events `first` and following: `added[i]` is 1 if key i was added, 0 if it was removed.
     `gap`: the log no longer has all events after the requested one; the client takes the inventory.
     `tiers[i]` is the tier of key i from then on, as in a KeyPage, 0 if it was removed; a block that
-    moved to another tier is listed as added again."""
+    moved to another tier is listed as added again.
+
+    Of removals: `added[i]` is 1 if the node of the slab may have missed the removal of key i; all
+    that it may have missed are listed if `whole`. `gap`: the node that answers has forgotten some.
+    `removals` is set; a node of an older version does not know the question.
+    """
 
     first: int
     added: EventFlags
     keys: EventKeys
     gap: bool = False
     tiers: EventFlags = b""
+    removals: bool = False
+    whole: bool = False
 
 
 class Described(Reply, tag="described"):

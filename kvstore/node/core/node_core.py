@@ -45,6 +45,7 @@ from .records import (
     Session,
     Ticket,
 )
+from .removal_memory import BarredKeys, RemovalLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -134,6 +135,9 @@ class NodeCore:
         # Lease ids start where generations do, so that an id from before a restart is not reused.
         self._ids = count(first_generation)
         self._generations = count(first_generation)
+        self._barred = BarredKeys()
+        self.removal_log = RemovalLog()
+        self.takes_copies = True  # not before a node that returns has heard of removals
         self._expiring: dict[int, LeaseRecord] = {}
         # A heap of (end time, key) of pins. Entries of pins that were renewed or removed since are
         # stale; `_unpin_due` skips them.
@@ -215,14 +219,17 @@ class NodeCore:
         length: int,
         now: float,
         share: Share | None = None,
+        *,
+        copy: bool = False,
     ) -> Reservation:
         """Reserve extents of `length` bytes for those of `keys` that are not resident, in order.
 
         Stops at the first key for which no room could be made. If two writers reserve one key, the
         second gets BUSY and skips the block; both computed the same content, by construction of the
         key. Ranks that write blocks together each reserve with their `share` and get the same
-        extents; a rank that cannot join a block's shared write gets BUSY. Raises InvalidInput for a
-        share that claims segments of another rank.
+        extents; a rank that cannot join a block's shared write gets BUSY. A `copy` stops at the
+        first block whose removal may not have reached all nodes. Raises InvalidInput for a share
+        that claims segments of another rank.
         """
         residency = self.residency
         statuses, granted, resident = bytearray(), [], []
@@ -235,6 +242,9 @@ class NodeCore:
         for position, key in enumerate(keys):
             block = self._block(key)
             if block is None:
+                if copy and (not self.takes_copies or self._barred.bars(key, now)):
+                    reason = Reason.MISS
+                    break
                 generation = next(self._generations)
                 replica = residency.begin_write(key, parent, depth + position, length, generation)
                 if replica is None:
@@ -242,6 +252,8 @@ class NodeCore:
                     break
                 if share is not None:
                     residency.shared.begin(replica, share, until)
+                if copy:
+                    residency.copies.add(replica)
                 granted.append(replica)
                 parent = replica.block
                 statuses.append(ReserveStatus.GRANTED)
@@ -500,11 +512,22 @@ class NodeCore:
             if replica.holds == 0:
                 self.residency.space(replica.tier).offer(replica)
 
-    def remove(self, keys: Sequence[bytes]) -> Removal:
+    def remove(self, keys: Sequence[bytes], now: float = 0.0, barred_until: float = 0.0) -> Removal:
         """Remove the resident blocks among `keys`, pinned or not.
 
-        Readers that hold a lease can still read the bytes; no new request finds the blocks.
+        Readers that hold a lease can still read the bytes; no new request finds the blocks. Copies
+        of them that are under way are not stored, and no copy begins before `barred_until`: by then
+        the removal has reached all nodes, or failed. Writers go on.
         """
+        self._barred.bar(keys, now, barred_until)
+        self.removal_log.note(keys)
+        return self.forget(keys)
+
+    def forget(self, keys: Sequence[bytes]) -> Removal:
+        """As `remove`, but it is not remembered, nor told to other nodes."""
+        for replica in [self.residency.writing.get(key) for key in keys]:
+            if replica in self.residency.copies:
+                self.residency.cancel_write(replica, fenced=False)
         blocks = map(self.index.get, dict.fromkeys(keys))
         return self.residency.remove([block for block in blocks if block is not None])
 

@@ -80,6 +80,7 @@ class Residency(ResidentBlocks):
         self.begun_writes = 0  # how many blocks were ever in `writing`
         self.shared = SharedWrites()  # the replicas in `writing` that several ranks write together
         self.published = Published()  # segments of `writing` replicas that followers may read
+        self.copies: set[Replica] = set()  # the replicas in `writing` that are copies
         self.actions: list[Erase | Move | Wipe] = []
         self.removed: dict[Replica, Removal] = {}  # NVMe replicas, until their wipes are ordered
         self.removals: dict[Removal, None] = {}  # in-flight removals, in their order
@@ -126,6 +127,7 @@ class Residency(ResidentBlocks):
         header was checked."""
         block = replica.block
         self.published.pop(replica, None)
+        self.copies.discard(replica)
         self.shared.pop(replica, None)  # the shared write's hold is the one that ends below
         del self.writing[block.key]
         self.dram.set_state(replica, BlockState.COMMITTED)
@@ -148,6 +150,7 @@ class Residency(ResidentBlocks):
             self.dram.set_state(replica, BlockState.QUARANTINED)
             self.counters.aborts += 1
             self.published.pop(replica, None)
+            self.copies.discard(replica)
             if self.shared.pop(replica, None) is not None:
                 self.unhold(replica)
         if fenced:
@@ -528,7 +531,8 @@ class Residency(ResidentBlocks):
         for replica in self.shared:
             assert self.writing.get(replica.key) is replica, replica
             assert replica.holds > 0, replica
-        assert all(self.writing.get(replica.key) is replica for replica in self.published)
+        for replica in (*self.published, *self.copies):
+            assert self.writing.get(replica.key) is replica, replica
         assert all(replica.holds > 0 for replica in self.removed), self.removed
         children: dict[int, int] = {}
         for block in [*self.index.values(), *(r.block for r in self.writing.values())]:

@@ -27,11 +27,11 @@ from ...connection.lease_lifetime import undo
 from ...connection.node_link import CallGate, open_links
 from ...deadlines import GRACE_S
 from ...errors import (
+    ClientBusy,
     ClientClosed,
     DeadlineExceeded,
     NodeUnavailable,
     TiffinError,
-    TurnMissed,
 )
 from ...health import Health
 from ...node.core import messages
@@ -182,7 +182,7 @@ class HomeLink:
         self._due = began + waits_s + GRACE_S
         try:
             answer = self._link.call(request, wait_s)
-        except (ClientClosed, TurnMissed):
+        except (ClientBusy, ClientClosed):
             raise
         except (DeadlineExceeded, ConnectionError) as error:
             # A retry of a connection that is refused at once costs nothing: the next call finds a
@@ -215,7 +215,7 @@ class HomeLink:
         while not self._turns.wait(ticket, self._nap_s(end, patient=patient)):
             now = time.monotonic()
             if now >= end:
-                raise TurnMissed("calls of other threads took all the time at home")
+                raise ClientBusy("calls of other threads took all the time at home")
             if now >= self._due and not patient:
                 self._got_nothing("it has not answered another thread's call", silent=True)
                 break

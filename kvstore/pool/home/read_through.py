@@ -80,7 +80,9 @@ class HomeCopies:
         """
         left_s = until_s(deadline)
         try:
-            reserved = drive(local_verbs.reserve(part, min(left_s, ROOM_WAIT_S)), home)
+            # Before the blocks are leased: a removal ends the reservation (`messages.Reserve`).
+            reserving = local_verbs.reserve(part, min(left_s, ROOM_WAIT_S), copy=True)
+            reserved = drive(reserving, home)
         except TiffinError as error:
             log.debug("nothing is copied home: %s", error)
             return 0

@@ -22,6 +22,7 @@ from .block_write import store
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ...directory.base import NodeRecord
     from ...node.core import messages
     from ...verbs.block_verbs import PutResult
     from ..read_results import Reader
@@ -37,20 +38,27 @@ _BUDGETED_BYTES_MIN = 1 << 20
 
 
 class RemoteNode:
-    """The node with this number in the directory; connects when it is first used. Thread-safe."""
+    """The node with this number in the directory, or of this `record`; connects when it is first
+    used. Thread-safe."""
 
-    __slots__ = ("_driver", "_number")
+    __slots__ = ("_driver", "_number", "_record")
 
-    def __init__(self, number: int, driver: VerbDriver) -> None:
+    def __init__(self, number: int, driver: VerbDriver, record: NodeRecord | None = None) -> None:
         self._number = number
         self._driver = driver
+        self._record = record
+
+    def _peer(self) -> Peer:
+        if self._record is not None:
+            return self._driver.peer_at(self._record)
+        return self._driver.peer(self._number)
 
     def ask(self, request: messages.Request, timeout_s: float) -> Any:
         """Send one request. A reply, a lost connection and a protocol error count for the node's
         health; a timeout does not. Raises the node's refusal, NodeUnavailable, DeadlineExceeded."""
         links = self._driver.links
         try:
-            reply = self._driver.peer(self._number).exchange(request, timeout_s)
+            reply = self._peer().exchange(request, timeout_s)
         except (NodeUnavailable, ProtocolError):
             links.failed(self._number, time.monotonic())
             raise

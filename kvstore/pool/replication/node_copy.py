@@ -82,7 +82,8 @@ class Copier:
         return done
 
     def _copy_part(self, part: _Part) -> int:
-        """Lease from the source, reserve here, read, verify, commit; how many were committed."""
+        """Lease from the source, reserve here, ask the source once more, read, verify, commit; how
+        many were committed."""
         left_s = part.left_s()
         leased = self._peer.call(messages.Lease(0, part.keys, left_s), left_s)
         if not leased.lease:
@@ -96,14 +97,15 @@ class Copier:
         keys = part.keys[: _alike(leased.lengths) * KEY_BYTES]
         length = leased.lengths[0]
         room_s = min(part.left_s(), ROOM_WAIT_S)
-        request = messages.Reserve(0, keys, part.parent, part.depth, length, room_s)
+        request = messages.Reserve(0, keys, part.parent, part.depth, length, room_s, copy=True)
         reserved, _ = self._home.call(request, room_s)
         if reserved.reason == Reason.NO_ROOM and not reserved.statuses:
             raise NoRoom(f"node {self._node.name} has no room for a block of {length} bytes")
         if not reserved.lease:
             return 0
         try:
-            skip = self._move(part, leased, reserved)
+            skip = [] or self._removed_meanwhile(part, reserved)
+            skip += self._move(part, leased, reserved)
             commit = messages.Commit(0, reserved.lease, skip)
             answer, _ = self._home.call(commit, part.left_s())
         except BaseException:
@@ -111,13 +113,19 @@ class Copier:
             raise
         return sum(answer.flags)
 
+    def _removed_meanwhile(self, part: _Part, reserved: messages.Reserved) -> list[int]:
+        """The slots of blocks that the source had when they were leased and has no more. A removal
+        that came to this node before the reservation is seen here; one that comes later ends the
+        reservation."""
+        left_s = part.left_s()
+        there = self._peer.call(messages.Exists(0, part.keys), left_s).flags
+        return [slot for slot, index in enumerate(_granted(reserved)) if not there[index]]
+
     def _move(self, part: _Part, leased: messages.Leased, reserved: messages.Reserved) -> list[int]:
         """Read the blocks whose slots were granted, and report corrupt ones to the source; returns
         the slots that the commit has to skip."""
         length = leased.lengths[0]
-        granted = [
-            i for i, status in enumerate(reserved.statuses) if status == ReserveStatus.GRANTED
-        ]
+        granted = _granted(reserved)
         targets = [self._node.dram.view(Extent(offset, length)) for offset in reserved.offsets]
         ranges = [Range(index * length, length) for index in granted]
         nbytes = min(length * len(ranges), STREAM_BYTES)
@@ -145,6 +153,11 @@ class _Part(NamedTuple):
 
     def left_s(self) -> float:
         return until_s(self.deadline)
+
+
+def _granted(reserved: messages.Reserved) -> list[int]:
+    """The positions of the blocks that got slots."""
+    return [i for i, status in enumerate(reserved.statuses) if status == ReserveStatus.GRANTED]
 
 
 def _alike(lengths: list[int]) -> int:

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...connection.node_link import LocalLink
+from ...deadlines import until_s
 from ...errors import Draining, NodeUnavailable, TiffinError
 from ...node.core import messages
 from ...node.core.node_core import split_keys
 from ..replica_choice import place
 from .evacuation_chains import EvacuationChain, chains_of, members_of, resident_keys
 from .node_copy import Copier
+from .returning import Returning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +44,8 @@ COPIERS = 2
 QUEUED_MAX = 256
 # How often to count the holders of pinned blocks; a lost node is out of the directory in 10 s.
 WATCH_S = 2.0
+# The same while the node waits for its number, or for others to tell it what was removed.
+RETURN_S = 0.1
 # The most pinned blocks to watch; each costs 100 bytes and a key in a directory query every
 # WATCH_S.
 WATCHED_MAX = 65_536
@@ -89,6 +93,7 @@ class Caretaker:
         self._home = LocalLink(node, "caretaker", owns_node=False)
         self._dice = random.Random()
         self._watch = PinWatch()
+        self.returning = Returning(node, directory, driver, number)
         self._queued = 0
         self._counting = threading.Lock()
         self._workers = ThreadPoolExecutor(COPIERS, thread_name_prefix="tiffin-copier")
@@ -104,6 +109,7 @@ class Caretaker:
     def close(self) -> None:
         """Stop the threads; cuts the copies in flight."""
         self._closing.set()
+        self.returning.returned.set()
         self._driver.close()
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._evacuator.shutdown(wait=True, cancel_futures=True)
@@ -117,6 +123,8 @@ class Caretaker:
         deadline = time.monotonic() + request.timeout_s
 
         def work() -> int:
+            if not self._node.core.takes_copies:  # it has just started
+                self.returning.returned.wait(until_s(deadline))
             copier = Copier(self._driver.peer(request.source), self._node, self._home)
             return copier.copy(request.keys, request.parent, request.depth, deadline)
 
@@ -170,6 +178,7 @@ class Caretaker:
         """Evacuate every block; how many of them other nodes have then. A draining node gets new
         blocks only from writers that had reserved before: the loop goes on until there are none."""
         done = 0
+        self._driver.nodes_now()  # a node that has just come is one to copy to
         seen: set[bytes] = set()
         while fresh := [key for key in resident_keys(self._node) if key not in seen]:
             seen.update(fresh)
@@ -219,13 +228,14 @@ class Caretaker:
     # -- pins --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing.wait(WATCH_S):
+        while not self._closing.wait(WATCH_S if self.returning.current else RETURN_S):
             try:
+                self.returning.step(time.monotonic())
                 self._look_after_pins()
             except TiffinError as error:
-                log.debug("pinned blocks were not looked after: %s", error)
+                log.debug("removals or pinned blocks were not looked after: %s", error)
             except Exception:
-                log.exception("looking after pinned blocks failed unexpectedly")
+                log.exception("looking after removals and pins failed unexpectedly")
 
     def _look_after_pins(self) -> None:
         me = self._number()

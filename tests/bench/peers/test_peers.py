@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 from tiffin.bench.peers import cli, dynamo, sglang, table
 from tiffin.bench.peers.blocks import PLACES, Theirs, compared
 from tiffin.bench.peers.conversations import Http, completion, conversations
-from tiffin.bench.peers.environments import PEERS, Missing, python_of, version_of
+from tiffin.bench.peers.environments import PEERS, python_of, version_of
 from tiffin.bench.peers.hashing import hashed
 from tiffin.bench.peers.setting import PROCESSES, Setting, Sizes
 from tiffin.bench.peers.suite import SUITE
 from tiffin.bench.peers.turns import PeerRow, Turns, in_turns
 from tiffin.bench.store.setting import KIB
-from tiffin.bench.suite import SuiteReport
+from tiffin.bench.suite import Missing, SuiteReport
 from tiffin.bench.vllm.engine_process import GroupProcess
 from tiffin.kvstore.errors import NodeUnavailable
 from tiffin.kvstore.format.schema import HASHES

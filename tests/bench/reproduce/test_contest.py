@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from tiffin.bench.reproduce.setups.contest import (
     ALL,
+    AT_ONCE,
     OURS,
     PEERS,
     Interval,
@@ -16,10 +18,12 @@ from tiffin.bench.reproduce.setups.contest import (
     goodput,
     grid,
     mean_ttft_s,
+    replay,
     statements,
 )
+from tiffin.bench.sim.cluster.options import SHIPPED
 from tiffin.bench.sim.cluster.oracle import POLICY as ORACLE
-from tiffin.bench.sim.cluster.simulation import SimulationOptions
+from tiffin.bench.sim.cluster.simulation import SimulationOptions, SimulationOutcome, simulate
 from tiffin.bench.traces.generator import generate
 from tiffin.bench.traces.trace import Trace, TraceRequest
 
@@ -63,6 +67,20 @@ def test_all_replay_the_same_trace() -> None:
     assert {row[0] for row in table.rows} == {ORACLE, OURS, "random"}
     shown = [mean_ttft_s(results)[row[0]].mean for row in table.rows]
     assert shown == sorted(shown)
+
+
+def test_ours_is_held_and_the_others_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[str, str]]()
+
+    def spied(trace: Trace, options: SimulationOptions, **more: Any) -> SimulationOutcome:
+        seen.append((options.order, options.policy))
+        return simulate(trace, options, **more)
+
+    monkeypatch.setattr("tiffin.bench.reproduce.setups.contest.simulate", spied)
+    for policy in (OURS, AT_ONCE, "algorithm_1", ORACLE):
+        assert replay(generate("tool-agent", 5, 0), SHIPPED, policy).policy == policy
+    assert [order for order, _ in seen] == ["held", "arrival", "arrival", "arrival"]
+    assert [policy for _, policy in seen[:3]] == [OURS, OURS, "algorithm_1"]
 
 
 @pytest.mark.full

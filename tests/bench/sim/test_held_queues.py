@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tiffin.bench.reproduce.setups.fleets import prefill_rate
 from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
 from tiffin.bench.sim.instances.prefill_work import prefill_work
+from tiffin.bench.sim.results.outcomes import summarise
+from tiffin.bench.traces.generator import generate
+from tiffin.bench.traces.scaling import at_rate
 from tiffin.bench.traces.trace import Trace, TraceRequest
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.core.settings import patched
@@ -126,3 +130,26 @@ def test_who_has_to_leave_a_full_queue_is_rejected() -> None:
     assert [job.rejected for job in jobs] == ["", "", "", "", "preempted", ""]
     assert jobs[4].first_token_s is None
     assert ttft_s(jobs, "high")[0] < ttft_s(jobs, "low")[1]
+
+
+def test_predictions_hold_for_those_who_fetch_and_for_those_who_are_held() -> None:
+    """At 1.2 times the rate that can be computed, a quarter of all prompts fetch. Sent at once, and
+    computed before all that are held, they made the p90 of the error 134%."""
+    options = replace(HELD, prefill=4, decode=4, ahead_max=2)
+    some = generate("tool-agent", 250, 0)
+    trace = at_rate(some, 1.2 * prefill_rate(some, options) / some.rate)
+    found = summarise(trace, simulate(trace, options))
+    assert found.usage.fetched_bytes > 0
+    assert abs(found.ttft_bias) < 0.02
+    assert found.ttft_error_p90 < 0.05
+
+
+def test_shortest_first_is_predicted_though_those_it_passes_age() -> None:
+    """Where most wait for longer than `aging_s`. With shorter prompts alone in the estimate, the
+    bias was -25%, and the p90 of the error 88%."""
+    options = replace(HELD, prefill=3, decode=3, ahead_max=2, queue_order="shortest-first")
+    some = generate("multi-turn", 200, 0)
+    trace = at_rate(some, 1.5 * prefill_rate(some, options) / some.rate)
+    found = summarise(trace, simulate(trace, options))
+    assert abs(found.ttft_bias) < 0.05
+    assert found.ttft_error_p90 < 0.30

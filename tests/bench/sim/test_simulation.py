@@ -190,6 +190,13 @@ def test_more_instances_and_more_memory_do_no_harm(trace: Trace, more: str) -> N
     assert second_found.hit_share >= first_found.hit_share / noise
 
 
+def test_alone_the_second_token_waits_for_the_hand_over_and_a_step() -> None:
+    one = Trace("one", (TraceRequest(0.0, 20_000, 3),))
+    found = summarise(one, simulate(one, ONE))
+    assert found.second_s.mean == pytest.approx(found.second_alone_s, rel=0.01)
+    assert found.second_alone_s > 20_000 * ONE.token_bytes / ONE.bandwidth_bytes_s
+
+
 @pytest.mark.full
 def test_a_faster_network_does_no_harm(trace: Trace) -> None:
     slow, fast = (
@@ -214,9 +221,14 @@ def test_the_command_shows_policies_side_by_side(tmp_path: Path) -> None:
     assert "algorithm_1" in done.output
     assert "TTFT mean" in done.output
     assert (plots / "ttft.png").read_bytes().startswith(b"\x89PNG")
-    done = CliRunner().invoke(app, ["simulate", str(file), "--json"])
+    full = ["simulate", str(file), "--json", "--rate", "30", "--prefill", "1"]
+    done, held, at_once = (
+        CliRunner().invoke(app, [*full, *order])
+        for order in ((), ("--order", "held"), ("--order", "arrival"))
+    )
     (one,) = json.loads(done.output)
     assert one["requests"] == 40
+    assert done.output == held.output != at_once.output, "as the service does by default"
     done = CliRunner().invoke(app, ["simulate", str(file), "--policy", "best"])
     assert done.exit_code == 2
     assert "kvcache_centric" in done.output, "it names those that there are"

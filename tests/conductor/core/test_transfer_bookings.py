@@ -94,6 +94,66 @@ def test_however_it_ends_its_transfers_end_once(phase: str, how: str) -> None:
     assert nothing_moves(made)
 
 
+def held_fetch() -> tuple[Conductor, Decision]:
+    """`q` has three prompts of 64 blocks, one of which is held, then one that fetches a block."""
+    made = conductor(*PAIR, spec("q", Role.PREFILL))
+    made.apply(Added("node-p", "dram", keys("a", 8)), 0.5)
+    made.drain("p", 0.5)
+    for name in ("x", "y", "z"):
+        decided(made, prompt(name, 64))
+    return made, decided(made, prompt("a"))
+
+
+def test_who_is_held_fetches_when_it_is_released() -> None:
+    made, decision = held_fetch()
+    source, (fetch,) = number(made, "p"), decision.fetches
+    assert made.dispatch.holds("a")
+    assert made.transfers.planned_bytes(source) == fetch.nbytes
+    for name, at in (("x", 5.0), ("y", 10.0)):
+        assert made.transfers.in_flight_bytes(source) == 0
+        tell(made, name, "prefill_done", now=at)
+    assert not made.dispatch.holds("a")
+    assert made.transfers.planned_bytes(source) == 0
+    assert made.transfers.in_flight_bytes(source) == fetch.nbytes
+    tell(made, "a", "fetched", now=10.5)
+    assert made.transfers.in_flight_bytes(source) == 0
+    for name in "xyza":
+        tell(made, name, "finished", now=20.0)
+    assert nothing_moves(made)
+
+
+def test_who_fetches_is_served_when_it_was_predicted_behind_all_before_it() -> None:
+    made, last = held_fetch()
+    sizes = {name: made.ledger.get(name) for name in "xyza"}
+    engine = [name for name in sizes if not made.dispatch.holds(name)]
+    assert engine == ["x", "y"]
+    served, now = list[str](), 1.0
+    while engine:  # first come, first served
+        name = engine.pop(0)
+        flight = sizes[name]
+        assert flight is not None
+        now += flight.prefill_s
+        served.append(name)
+        tell(made, name, "prefill_done", now=now)
+        made.tick(now)
+        engine += [one for one in made.dispatch.ended() if one not in served]
+    assert "".join(served) == "xyza"
+    assert now - 1.0 == pytest.approx(last.predicted_ttft_s, rel=0.01)
+
+
+@pytest.mark.parametrize("how", ["finished", "cancelled", "expired", "removed", "fetched"])
+def test_however_a_held_one_ends_nothing_is_planned(how: str) -> None:
+    made, _ = held_fetch()
+    source = number(made, "p")
+    if how in ("finished", "cancelled", "fetched"):
+        tell(made, "a", how, now=2.0)
+    elif how == "expired":
+        made.tick(1000.0)
+    else:
+        made.remove("q", 2.0)
+    assert made.transfers.planned_bytes(source) == made.transfers.in_flight_bytes(source) == 0
+
+
 def test_an_instance_without_a_node_has_a_card_of_its_own() -> None:
     made = conductor(
         spec("p", Role.PREFILL, node=""), spec("q", Role.PREFILL, node=""), spec("d", node="")

@@ -4,7 +4,7 @@ anybody waits at most."""
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tiffin.conductor.dispatch.dispatcher import LATE_S_MIN, Dispatcher
 from tiffin.conductor.prefill.fairness import Waiter
 from tiffin.conductor.prefill.queue import PriorityClass, QueueSettings
-from tiffin.conductor.prefill.wait_estimate import Queues
+from tiffin.conductor.prefill.wait_estimate import FETCH_AHEAD_S_MAX, Queues
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 ROW = 3
 
@@ -31,6 +34,12 @@ def dispatcher(**changes: Any) -> Dispatcher:
 
 def waiter(name: str, priority: str = "normal", seconds: float = 1.0, at: float = 0.0) -> Waiter:
     return Waiter(name, seconds, at, priority)
+
+
+def fetching(
+    name: str, fetch_s: float, priority: str = "normal", seconds: float = 1.0, at: float = 0.0
+) -> Waiter:
+    return Waiter(name, seconds, at, priority, fetch_s=fetch_s)
 
 
 def fill(made: Dispatcher, *waiters: Waiter, now: float = 0.0) -> list[str]:
@@ -190,12 +199,135 @@ def test_the_limit_may_change_while_requests_wait() -> None:
     assert not made.holds("d")
 
 
+# -- blocks that are fetched -----------------------------------------------------------------------
+
+
+def test_who_fetches_waits_for_its_turn() -> None:
+    made = dispatcher(ahead_max=2)
+    assert fill(made, waiter("a"), waiter("b"), fetching("f", 0.5), waiter("c")) == ["f", "c"]
+    made.advance(0.9)
+    assert made.holds("f"), "nothing comes before it was sent"
+    made.leave(ROW, "a", 1.0)
+    assert made.ended() == ["f"]
+    made.leave(ROW, "b", 2.0)
+    assert made.ended() == ["c"], "no sooner: it had its place in the engine, b was computed"
+
+
+def test_it_is_sent_earlier_by_as_long_as_its_blocks_take_to_come() -> None:
+    made = dispatcher(ahead_s=0.25)
+    assert fill(made, waiter("a", seconds=4.0), fetching("f", 2.0), waiter("c")) == ["f", "c"]
+    made.tick(1.7)
+    assert made.ended() == []
+    made.tick(1.8)
+    assert made.ended() == ["f"], "a should end at 4, and its blocks come at 3.8"
+    made.tick(3.9)
+    assert made.ended() == []
+    made.tick(4.8)  # f should end at 5
+    assert made.ended() == ["c"]
+
+
+def test_what_goes_before_one_that_fetches_is_sent_earlier_too() -> None:
+    """In the queue's order, and for so long at most that a higher class does not wait for ever."""
+    made = dispatcher(ahead_s=0.25)
+    waiting = (waiter("b"), fetching("f", 2.0), waiter("c"))
+    assert fill(made, waiter("a", seconds=4.0), *waiting) == ["b", "f", "c"]
+    made.tick(1.7)
+    assert made.ended() == []
+    made.tick(1.8)
+    assert made.ended() == ["b"], "b should end at 5, and f be there"
+    made.tick(2.8)
+    assert made.ended() == ["f"]
+    slow = dispatcher()
+    assert fill(slow, waiter("a", seconds=9.0), waiter("b"), fetching("f", 60.0)) == ["b", "f"]
+    slow.tick(9.0 - FETCH_AHEAD_S_MAX - 0.1)
+    assert slow.ended() == []
+    slow.tick(9.0 - FETCH_AHEAD_S_MAX + 0.1)
+    assert slow.ended() == ["b"]
+
+
+def test_an_engine_does_not_stand_still_for_blocks_that_come() -> None:
+    made = dispatcher(ahead_s=0.25)
+    assert fill(made, fetching("f", 9.0), waiter("a"), waiter("c")) == ["c"]
+    made.leave(ROW, "a", 1.0)
+    assert made.ended() == ["c"]
+    made.advance(9.0)
+    assert made.ahead(ROW) == 2
+
+
+def test_what_has_come_is_computed_before_what_was_sent_after_it() -> None:
+    queues = Queues(settings_of(ahead_max=3))
+    made = Dispatcher(queues, settings_of(ahead_max=3))
+    assert fill(made, waiter("a"), fetching("f", 0.5, seconds=2.0), waiter("c", seconds=4.0)) == []
+    assert queues.running_s(ROW, 0.0) == 1.0 + 4.0
+    made.fetched("f", 0.25)
+    assert queues.running_s(ROW, 0.25) == 0.75 + 2.0 + 4.0
+    made.leave(ROW, "a", 1.0)
+    made.began(ROW, "f", 1.0)
+    assert queues.running_s(ROW, 1.0) == 2.0 + 4.0, "and then c"
+    made.leave(ROW, "f", 3.5)
+    assert queues.running_s(ROW, 3.5) == 4.0
+
+
+@pytest.mark.parametrize("ahead_max", [0, 1])
+def test_blocks_of_several_that_are_due_at_once(ahead_max: int) -> None:
+    """The one that comes first may be the next one's turn."""
+    queues = Queues(settings_of(ahead_max=ahead_max))
+    made = Dispatcher(queues, settings_of(ahead_max=ahead_max))
+    fill(made, fetching("n", 0.25), fetching("h", 0.25, "high"), fetching("l", 0.25, "low"))
+    made.tick(1.0)
+    for name in ("h", "n", "l"):
+        made.leave(ROW, name, 2.0)
+    assert (len(queues), made.ahead(ROW)) == (0, 0)
+
+
+def test_an_engine_that_has_begun_has_the_blocks() -> None:
+    queues = Queues(settings_of())
+    made = Dispatcher(queues, settings_of())
+    fill(made, fetching("f", 5.0))
+    made.began(ROW, "f", 1.0)
+    assert queues.running_s(ROW, 1.0) == 1.0
+    made.leave(ROW, "f", 2.0)
+    assert (len(queues), made.ahead(ROW)) == (0, 0)
+
+
+def test_who_fetched_while_it_was_held_has_its_blocks_when_it_is_sent() -> None:
+    queues = Queues(settings_of())
+    made = Dispatcher(queues, settings_of())
+    fill(made, waiter("a", seconds=8.0), fetching("f", 5.0))
+    made.fetched("f", 0.5)
+    made.tick(4.0)
+    assert made.holds("f"), "there is nothing to be fetched"
+    made.leave(ROW, "a", 7.0)
+    assert made.ended() == ["f"]
+    assert queues.running_s(ROW, 7.0) == 1.0
+
+
+def test_one_whose_blocks_come_is_given_up() -> None:
+    queues = Queues(settings_of())
+    made = Dispatcher(queues, settings_of())
+    fill(made, fetching("f", 5.0))
+    made.leave(ROW, "f", 1.0)
+    assert (len(queues), made.ahead(ROW)) == (0, 0)
+    made.advance(6.0)
+    assert queues.running_s(ROW, 6.0) == 0.0
+
+
+def test_whoever_books_transfers_is_told_when_one_that_was_held_is_sent() -> None:
+    made, sent = dispatcher(), list[tuple[str, float]]()
+    made.sent = lambda name, now: sent.append((name, now))
+    fill(made, waiter("a"), fetching("f", 0.5), waiter("c"), fetching("g", 0.5))
+    made.leave(ROW, "a", 1.0)
+    assert sent == [("f", 1.0)]
+    made.configure(settings_of(ahead_max=0), 1.25)
+    assert sent == [("f", 1.0), ("g", 1.25)]
+
+
 # -- engines that ask ------------------------------------------------------------------------------
 
 
 def test_for_an_engine_that_asks_nothing_is_held() -> None:
     made = dispatcher()
-    made.asks(ROW, yes=True)
+    made.asks(ROW, yes=True, now=0.0)
     assert fill(made, waiter("a"), waiter("b", "low"), waiter("c", "high"), waiter("d")) == []
     assert made.next(ROW, 2, 0.0, idle=True) == ["a", "c"]
     assert made.next(ROW, 1, 0.5, idle=False) == ["d"]
@@ -208,9 +340,9 @@ def test_for_an_engine_that_asks_nothing_is_held() -> None:
 def test_an_engine_that_begins_to_ask_gets_what_was_held() -> None:
     made = dispatcher()
     fill(made, waiter("a"), waiter("b"))
-    made.asks(ROW, yes=True)
+    made.asks(ROW, yes=True, now=0.0)
     assert made.ended() == ["b"]
-    made.asks(ROW, yes=False)
+    made.asks(ROW, yes=False, now=0.0)
     assert made.holds("b")
 
 
@@ -251,69 +383,109 @@ def test_together_they_exceed_the_limit_by_one_each_at_most(
 
 # -- how long anybody waits ------------------------------------------------------------------------
 
-SHARES = st.sampled_from([0.05, 0.1, 0.2, 0.3])
+SHARES = st.sampled_from([0.05, 0.1, 0.2, 0.25])
 SECONDS = st.sampled_from([0.125, 0.5, 1.0, 2.0, 4.0])
+LONGEST_S = 4.0
+HIGHER = ("high", "normal", "middle")
 
 
-def served_before_s(
-    before_s: float, own_s: float, longest_s: float, share: float, others: list[float]
-) -> float:
+def served_before_s(before: list[float], own_s: float, share: float, between: list[float]) -> float:
     """The bound of docs/conductor/queues.md: seconds of prompts that are released before a waiting
-    request of a class with a reserved share. `before_s` of its own class go before it, `others` are
-    the reserved shares of the classes between."""
-    bursts = sum((1 + other) / (1 - other) for other in others)
-    return (before_s + own_s) / share + longest_s * (1 + bursts)
+    request of a class with a reserved share. Those of its own class in `before` go before it;
+    `between` are the reserved shares of the other classes."""
+    reserved = [one for one in between if one]
+    rest = 1.0 - sum(reserved)
+    last_s = max(own_s / share, max(before, default=0.0) / rest)
+    return sum(before) / share + last_s + LONGEST_S * (1 + (len(reserved) + 1 - rest) / rest)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    data=st.data(), low=SHARES, normal=st.one_of(st.just(0.0), SHARES),
-    ahead_max=st.integers(1, 3), before=st.lists(SECONDS, max_size=3), own_s=SECONDS,
-)  # fmt: skip
-def test_the_lowest_class_is_released_within_the_bound_while_the_load_persists(
-    data: st.DataObject,
-    low: float,
-    normal: float,
+def released_before_s(
+    classes: tuple[PriorityClass, ...],
     ahead_max: int,
     before: list[float],
     own_s: float,
-) -> None:
-    classes = (
-        PriorityClass(name="high"),
-        PriorityClass(name="normal", reserved_share=normal),
-        PriorityClass(name="low", reserved_share=low),
-    )
+    coming: Callable[[], list[tuple[str, float]]],
+) -> Iterator[float]:
+    """Seconds of prompts that are released before one of the lowest class, after each release. What
+    comes before each of them are (priority, seconds), and never less than the engine computes."""
     made = dispatcher(ahead_max=ahead_max, classes=classes)
     sizes: dict[str, float] = {}
     running: list[str] = []
+    now, served_s = 0.0, 0.0
 
-    def come(name: str, priority: str, seconds: float, now: float) -> None:
+    def come(name: str, priority: str, seconds: float) -> None:
         sizes[name] = seconds
         made.enter(ROW, waiter(name, priority, seconds, now), now)
         if not made.holds(name):
             running.append(name)
 
-    now, number = 0.0, 0
-    for _ in range(ahead_max):
-        number += 1
-        come(f"f{number}", "high", data.draw(SECONDS), now)
+    for number in range(ahead_max):
+        come(f"first {number}", "high", 1.0)
     for name, seconds in [*((f"l{n}", s) for n, s in enumerate(before)), ("it", own_s)]:
-        come(name, "low", seconds, now)
-    bound_s = served_before_s(sum(before), own_s, 4.0, low, [normal])
+        come(name, "low", seconds)
     made.ended()
-    served_s = 0.0
     while made.holds("it"):
-        for priority in ("high", "normal"):  # never less of them than the engine computes
-            for _ in range(2):
-                number += 1
-                come(f"f{number}", priority, data.draw(SECONDS), now)
+        for priority, seconds in coming():
+            come(f"f{len(sizes)}", priority, seconds)
         done = running.pop(0)
         now += sizes[done]
         made.leave(ROW, done, now)
         for name in made.ended():
             running.append(name)
             served_s += sizes[name] if name != "it" else 0.0
+        yield served_s
+
+
+def classes_of(low: float, *between: float) -> tuple[PriorityClass, ...]:
+    names = (*HIGHER[1 : 1 + len(between)], "low")
+    shares = (*between, low)
+    return (
+        PriorityClass(name="high"),
+        *(
+            PriorityClass(name=name, reserved_share=share)
+            for name, share in zip(names, shares, strict=True)
+        ),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(), low=SHARES, between=st.lists(st.one_of(st.just(0.0), SHARES), max_size=2),
+    ahead_max=st.integers(1, 3), before=st.lists(SECONDS, max_size=3), own_s=SECONDS,
+)  # fmt: skip
+def test_the_lowest_class_is_released_within_the_bound_while_the_load_persists(
+    data: st.DataObject,
+    low: float,
+    between: list[float],
+    ahead_max: int,
+    before: list[float],
+    own_s: float,
+) -> None:
+    """Whichever higher classes come."""
+    above = st.sampled_from(HIGHER[: 1 + len(between)])
+
+    def coming() -> list[tuple[str, float]]:
+        return [(data.draw(above), data.draw(SECONDS)) for _ in range(2)]
+
+    bound_s = served_before_s(before, own_s, low, between)
+    classes = classes_of(low, *between)
+    for served_s in released_before_s(classes, ahead_max, before, own_s, coming):
         assert served_s <= bound_s
+
+
+def test_a_short_one_waits_for_a_long_one_of_its_own_class_that_is_paid_for_no_sooner() -> None:
+    """The long one goes when its class has earned both, and what the class above has earned
+    meanwhile goes before the short one."""
+    sizes = iter((0.125, 2.0, 0.125, 2.0, 2.0, 4.0, 4.0, 0.125, 4.0, 4.0, 0.125, 0.125, 4.0, 4.0))
+
+    def coming() -> list[tuple[str, float]]:
+        return [(name, next(sizes, 0.125)) for name in ("high", "high", "normal", "normal")]
+
+    before, own_s = [0.125, 0.5, 4.0], 0.125
+    *_, served_s = released_before_s(classes_of(0.2, 0.2), 3, before, own_s, coming)
+    assert served_s == 35.875
+    without_the_long_one_s = (sum(before) + own_s) / 0.2 + LONGEST_S * (1 + 1.2 / 0.8)
+    assert without_the_long_one_s < served_s <= served_before_s(before, own_s, 0.2, [0.2])
 
 
 # -- whatever happens ------------------------------------------------------------------------------
@@ -340,15 +512,20 @@ class Life(RuleBasedStateMachine):
         self.rows: dict[str, int] = {}
         self.held: set[str] = set()
         self.given: set[str] = set()
-        self.made.asks(1, yes=asks)
+        self.made.asks(1, yes=asks, now=0.0)
 
     @rule(
-        row=st.integers(0, 1), priority=st.sampled_from(["high", "normal", "low"]), seconds=SECONDS
+        row=st.integers(0, 1),
+        priority=st.sampled_from(["high", "normal", "low"]),
+        seconds=SECONDS,
+        fetch_s=st.sampled_from([0.0, 0.0, 0.25, 3.0]),
     )
-    def come(self, row: int, priority: str, seconds: float) -> None:
+    def come(self, row: int, priority: str, seconds: float, fetch_s: float) -> None:
         self.number += 1
         name = str(self.number)
-        pushed = self.made.enter(row, waiter(name, priority, seconds, self.now), self.now)
+        pushed = self.made.enter(
+            row, fetching(name, fetch_s, priority, seconds, self.now), self.now
+        )
         for victim in pushed.preempted:
             del self.rows[victim.request_id]
         if pushed.accepted:
@@ -365,6 +542,11 @@ class Life(RuleBasedStateMachine):
             self.made.began(self.rows[name], name, self.now)
         else:
             self.made.leave(self.rows.pop(name), name, self.now)
+
+    @rule(data=st.data())
+    def fetched(self, data: st.DataObject) -> None:
+        if self.rows:
+            self.made.fetched(data.draw(st.sampled_from(sorted(self.rows))), self.now)
 
     @rule(row=st.integers(0, 1), n=st.integers(1, 3), idle=st.booleans())
     def ask(self, row: int, n: int, idle: bool) -> None:

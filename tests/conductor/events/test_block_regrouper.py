@@ -208,6 +208,10 @@ def test_what_makes_no_sense_is_refused() -> None:
     folder.stored(stored(prompt), 0.0)
     assert folder.stored(EngineStored([5], None, tokens_of(list(range(32))), 32), 0.0) == []
     assert folder.counts.refused_parts == 2
+    assert folder.refused_sizes == {
+        "blocks of 24 tokens, in a pool of 64,": 1,
+        "blocks of 32 tokens, in a pool of 64,": 1,
+    }
     assert folder.stored(EngineStored([], None, b"", 0), 0.0) == []
 
 

@@ -437,7 +437,7 @@ class Faulty:
         self._members = members
         self.faults: list[Exception] = []
 
-    def nodes(self) -> Any:
+    def nodes(self, *, fresh: bool = False) -> Any:
         if self.faults:
             raise self.faults.pop()
         return self._members.nodes()

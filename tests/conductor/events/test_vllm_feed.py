@@ -174,7 +174,10 @@ def test_an_offloading_connector_may_name_blocks_only() -> None:
     [
         b"",
         b"\xc1",
-        payload({"type": "Unheard"}),
+        payload({"type": 5}),
+        payload({"kind": "BlockStored"}),
+        payload([5]),
+        payload([]),
         payload(["BlockStored", "no list"]),
         payload(stored(list(range(16)), token_ids=[1, 2, 3])),
         payload(stored(list(range(16)), token_ids=[-1] * 16)),
@@ -188,6 +191,42 @@ def test_an_offloading_connector_may_name_blocks_only() -> None:
 def test_what_is_no_batch_is_refused(wrong: bytes) -> None:
     with pytest.raises(BadEvents):
         EventReader().read(wrong)
+
+
+@pytest.mark.parametrize("unheard", [{"type": "BlockTouched", "n": 1}, ["BlockTouched", 1]])
+def test_an_event_of_an_unknown_kind_costs_only_itself(unheard: Any) -> None:
+    reader, prompt = EventReader(), list(range(32))
+    events = reader.read(payload(removed(5), unheard, stored(prompt), unheard))
+    assert [type(event) for event in events] == [EngineRemoved, EngineStored]
+    assert reader.left_out == {"events of the kind BlockTouched": 2}
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [
+        ("gpu", "hbm"),
+        ("cpu", "dram"),
+        ("CPU_PINNED", "dram"),
+        ("disk", "nvme"),
+        ("STORAGE", "nvme"),
+    ],
+)
+def test_media_of_all_engines(medium: str, tier: str) -> None:
+    reader = EventReader()
+    ours = stored(list(range(32)), medium=medium), removed(5, medium=medium)
+    assert [event.tier for event in reader.read(payload(*ours))] == [tier, tier]  # type: ignore[union-attr]
+    assert not reader.left_out
+
+
+def test_what_is_in_no_tier_of_an_instance_is_counted() -> None:
+    reader = EventReader()
+    outside = stored(list(range(32)), medium="EXTERNAL"), removed(5, medium="EXTERNAL")
+    assert reader.read(payload(*outside)) == []
+    assert reader.left_out == {"blocks in EXTERNAL": 2}
+    for number in range(100):
+        reader.read(payload(removed(5, medium=f"M{number}")))
+    assert len(reader.left_out) == 33
+    assert reader.left_out["others"] == 69
 
 
 # -- sockets ---------------------------------------------------------------------------------------
@@ -312,6 +351,28 @@ def start() -> Iterator[Callable[..., Engine]]:
             return engine
 
         yield start
+
+
+def test_what_does_not_count_is_named_once_in_the_log_and_counted(
+    world: World, start: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, prompt = start(), list(range(80))
+    world.feed.follow(engine.publisher())
+    engine.wait_for_subscriber()
+    large = stored([], block_hashes=[1], token_ids=list(range(96)), block_size=96)
+    for _ in range(2):
+        engine.publish({"type": "BlockTouched"}, large, removed(5, medium="EXTERNAL"))
+    engine.publish(stored(prompt))
+    world.await_held(prompt, 1)
+    assert world.feed.left_out() == {
+        "engine": {
+            "events of the kind BlockTouched": 2,
+            "blocks in EXTERNAL": 2,
+            "blocks of 96 tokens, in a pool of 64,": 2,
+        }
+    }
+    said = [one.message for one in caplog.records if "not understood" in one.message]
+    assert len(said) == 3
 
 
 def test_an_engine_is_followed_from_before_the_feed_to_its_departure(

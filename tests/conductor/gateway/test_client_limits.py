@@ -310,12 +310,12 @@ def test_a_reload_of_a_running_gateway(tmp_path: Path) -> None:
         options = ("--listen", listen, "--conductor", conductor, "--config", str(config))
         with GatewayProcess(*options, "--token-file", str(token_file)) as process:
             process.wait_until_it_answers(url)
-            assert status(APP) == 404  # the model is unknown
+            assert status(APP) == 503  # there is no instance
             assert status(OTHER) == 401
             keys(token_file, f"schedule,read,client:app {APP}", f"schedule {OTHER}")
             config.write_text("refresh_s = 0.1\n[clients.app]\nrequests_per_minute = 1\n")
             os.kill(process.process.pid, signal.SIGHUP)
-            wait_until(lambda: status(OTHER) == 404, "the new key is known")
+            wait_until(lambda: status(OTHER) == 503, "the new key is known")
             wait_until(lambda: status(APP) == 429, "the new limit counts")
             config.write_text("[clients.app]\nrequests_per_minut = 100\n")
             os.kill(process.process.pid, signal.SIGHUP)

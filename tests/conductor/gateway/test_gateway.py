@@ -468,6 +468,89 @@ class TestWhatTheConductorIsAsked:
 
         run(scenario)
 
+    def test_without_any_instance_no_model_is_called_unknown(self) -> None:
+        async def scenario() -> None:
+            async with cluster() as it:
+                response = await it.post({"prompt": "a"})
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] == "no_instance"
+                assert "retry-after" in response.headers
+
+        run(scenario)
+
+    @pytest.mark.parametrize(
+        ("field", "twice"),
+        [
+            ("kv_transfer_params", b'"kv_transfer_params": {"a": 1}, "kv_transfer_params": null'),
+            ("kv_transfer_params", rb'"\u006bv_transfer_params": {}, "kv_transfer_params": null'),
+            ("model", b'"model": "m"'),
+            ("a", b'"vllm_xargs": {"a": 1, "a": 2}'),
+        ],
+    )
+    def test_a_field_that_stands_twice_is_refused(self, field: str, twice: bytes) -> None:
+        """The engine may take the one that was not checked."""
+
+        async def scenario() -> None:
+            engine = Engine("m0")
+            async with cluster(engine) as it:
+                body = b'{"model": "%s", "prompt": "a", %s}' % (MODEL.encode(), twice)
+                headers = {"content-type": "application/json"}
+                response = await it.http.post("/v1/completions", content=body, headers=headers)
+                assert response.status_code == 400, response.text
+                assert response.json()["error"]["param"] == field
+                assert engine.completions == []
+
+        run(scenario)
+
+    @pytest.mark.parametrize(
+        ("body", "status"),
+        [
+            ({"max_tokens": 5.0}, 200),
+            ({"n": 1.0}, 200),
+            ({"stream": 0}, 200),
+            ({"max_tokens": 5.5}, 400),
+            ({"n": "many"}, 400),
+            ({"stream": 2}, 400),
+        ],
+    )
+    def test_numbers_are_those_of_engines(self, body: dict[str, Any], status: int) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                response = await it.post({"prompt": "a", **body})
+                assert response.status_code in (status, 422 if status == 400 else status)
+
+        run(scenario)
+
+    @pytest.mark.parametrize(
+        ("sent", "tenant"),
+        [
+            ("Müller".encode(), "Müller"),
+            ("日本".encode(), "日本"),
+            ("Müller".encode("latin-1"), "Müller"),
+        ],
+    )
+    def test_tenants_are_named_in_any_script(self, sent: bytes, tenant: str) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                headers = {"x-tiffin-tenant": sent}
+                response = await it.post({"prompt": PROMPT}, headers=headers)
+                assert response.status_code == 200, response.text
+                (request,) = it.core.asked
+                assert request.tenant == tenant
+
+        run(scenario)
+
+    def test_text_that_was_cut_within_a_character_is_said(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                body = rb'{"model": "m", "prompt": "\ud83d\u0041"}'
+                headers = {"content-type": "application/json"}
+                response = await it.http.post("/v1/completions", content=body, headers=headers)
+                assert response.status_code == 400
+                assert "half a character" in response.json()["error"]["message"]
+
+        run(scenario)
+
     def test_an_answer_that_the_conductor_cuts(self) -> None:
         """Admission may shorten answers before it rejects; the engine gets the new limit."""
 

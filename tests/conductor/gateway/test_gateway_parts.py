@@ -318,6 +318,20 @@ class TestKnown:
         known.update([], EMPTY_S + 1.0)
         assert known.models() == []
 
+    def test_that_moment_begins_with_its_first_empty_list(self) -> None:
+        """However long it was silent before."""
+        known = Known()
+        known.update([instance("a")], 0.0)
+        known.update([], 1000.0)
+        assert known.models() == [MODEL]
+        known.update([], 1000.0 + EMPTY_S - 1)
+        assert known.models() == [MODEL]
+        known.update([instance("a")], 1000.0 + EMPTY_S)
+        known.update([], 2000.0)
+        assert known.models() == [MODEL]
+        known.update([], 2000.0 + EMPTY_S)
+        assert known.models() == []
+
     def test_who_is_forgotten_is_remembered_for_a_moment(self) -> None:
         known = Known()
         known.update([instance("p", "prefill"), instance("d", "decode")], 0.0)

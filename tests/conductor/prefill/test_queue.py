@@ -102,6 +102,18 @@ def test_who_is_served_in_his_own_right_saves_nothing() -> None:
     assert drain(queue) == ["h0", "h1", "l6", "l7", "l8"]
 
 
+def test_what_was_earned_is_lost_once_no_higher_class_waits() -> None:
+    """Else a class that was served in its own right for long would go before all higher ones that
+    come then, by all that lower classes were served meanwhile."""
+    queue = queue_of(classes=classes(0, 0.25, 0.25), quantum_s=0.0)
+    for number in range(64):
+        fill(queue, waiter(f"n{number}"), waiter(f"l{number}", "low"))
+    for _ in range(64):
+        queue.take(0.0)
+    fill(queue, *(waiter(f"h{number}", "high") for number in range(8)))
+    assert [name[0] for name in drain(queue)[:8]].count("n") <= 2, "two quarters of eight"
+
+
 waiters = st.lists(st.tuples(st.sampled_from(NAMES), SECONDS, st.booleans()), max_size=80)
 shares = st.sampled_from([(0.0, 0.0, 0.0), (0.0, 0.25, 0.125), (0.0, 0.0, 0.5), (0.5, 0.25, 0.0)])
 
@@ -300,9 +312,10 @@ class Model:
         if found is None:
             return None
         number, one, ahead = found
-        for at, item in enumerate(self.settings.classes):
-            if self.lines[at] and (at != number or ahead):
-                self.earned_s[at] += item.reserved_share * one.seconds
+        top, *lower = (at for at, lines in enumerate(self.lines) if lines)
+        self.earned_s[top] = 0.0
+        for at in lower:
+            self.earned_s[at] += self.settings.classes[at].reserved_share * one.seconds
         if ahead:
             self.earned_s[number] -= one.seconds
         self.deficit_s[number][one.tenant if self.settings.quantum_s else ""] -= one.seconds

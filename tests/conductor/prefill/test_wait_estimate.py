@@ -133,6 +133,26 @@ def test_reserved_shares_of_lower_classes_delay_higher_ones() -> None:
     assert played_out(queues, 0, waiter("new", "high")) == pytest.approx(12.0, abs=1.0)
 
 
+@pytest.mark.parametrize("order", ["shortest-first", "longest-first"])
+@pytest.mark.parametrize("apart_s", [0.5, 1.25, 2.5])
+@pytest.mark.parametrize("first_s", [0.0, 4.0, 16.0])
+def test_whoever_will_have_aged_by_its_turn_goes_before(
+    order: Order, apart_s: float, first_s: float
+) -> None:
+    """Ten that it would pass have come one after the other; `first_s` are those that go before it
+    in any case. From none to all of them age before its turn."""
+    queues = Queues(settings_of(order=order, aging_s=10.0))
+    own_s, passed_s = (0.5, 2.0) if order == "shortest-first" else (2.0, 0.5)
+    for number in range(10):
+        at = -apart_s * (10 - number)
+        assert queues.push(0, waiter(f"o{number}", seconds=passed_s, at=at)).accepted
+    for number in range(round(first_s / own_s)):
+        assert queues.push(0, waiter(f"f{number}", seconds=own_s, at=-0.01)).accepted
+    one = waiter("new", seconds=own_s)
+    (wait_s,) = waits(queues, one, rows=1)
+    assert wait_s == pytest.approx(played_out(queues, 0, one), abs=1.5 * passed_s)
+
+
 def test_what_is_being_computed_is_waited_for() -> None:
     queues = Queues(settings_of())
     queues.push(0, waiter("a", seconds=4.0))

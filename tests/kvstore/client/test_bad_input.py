@@ -437,7 +437,7 @@ class TestUrls:
             ("tiffin://127.0.0.1:1,[::1]:1", NodeUnavailable),
             ("tiffin://no-such-host.invalid:7700", NodeUnavailable),
             ("unix:{tmp}", NodeUnavailable),
-            ("unix:/" + "x" * 200, NodeUnavailable),
+            ("unix:/" + "x" * 200, InvalidInput),
         ],
     )
     def test_places_that_cannot_be_had(self, tmp_path: Path, url: str, error: Any) -> None:

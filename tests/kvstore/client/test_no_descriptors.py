@@ -10,6 +10,7 @@ import gc
 import os
 import resource
 import socket
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -81,6 +82,7 @@ def test_opening_says_that_no_descriptors_are_left(
     open_and_close(EMBEDDED)  # imports what it needs
     with contextlib.suppress(NodeUnavailable):
         open_and_close(urls["token"])
+    gc.collect()  # what other tests left
     before = os.listdir("/proc/self/fd")
     with (
         descriptors_left(count),
@@ -103,12 +105,12 @@ def test_a_region_that_finds_no_descriptor_is_no_garbage(
     shared_daemon: Callable[[PoolOptions], Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel drops a descriptor for which the receiver has no number; mapping needs another."""
-    receive = socket.recv_fds
+    receive = socket.socket.recvmsg
 
-    def dropped(*arguments: Any) -> tuple[bytes, list[int], int, Any]:
-        data, descriptors, flags, address = receive(*arguments)
-        for one in descriptors:
-            os.close(one)
+    def dropped(*arguments: Any) -> tuple[bytes, list[Any], int, Any]:
+        data, ancillary, flags, address = receive(*arguments)
+        for _, _, content in ancillary:
+            os.close(int.from_bytes(content[:4], sys.byteorder))
         return data, [], flags | socket.MSG_CTRUNC, address
 
     def full(fd: int, _nbytes: int) -> None:
@@ -117,7 +119,7 @@ def test_a_region_that_finds_no_descriptor_is_no_garbage(
 
     url = shared_daemon(PoolOptions()).url
     for place, name, fault in (
-        (connection.socket, "recv_fds", dropped),
+        (socket.socket, "recvmsg", dropped),
         (connection.Region, "attach", full),
     ):
         monkeypatch.setattr(place, name, fault)

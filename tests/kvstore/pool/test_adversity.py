@@ -130,7 +130,7 @@ class TestHome:
         Home(client, messages.Pin | messages.Remove, DeadlineExceeded)  # type: ignore[arg-type]
         given: list[float] = []
 
-        def ask(number: int, request: Any, timeout_s: float) -> Any:
+        def ask(number: int, request: Any, timeout_s: float, record: object = None) -> Any:
             given.append(timeout_s)
             raise DeadlineExceeded("as well")
 

@@ -74,7 +74,7 @@ class Pool:
         self.links = Links()
         self._nodes = {number: record(number) for number in nodes}
 
-    def nodes(self) -> dict[int, NodeRecord]:
+    def nodes(self, *, fresh: bool = False) -> dict[int, NodeRecord]:
         return self._nodes
 
     def change(self, number: int, **fields: Any) -> None:

@@ -505,7 +505,9 @@ class TestDirectoryAway:
         assert client.put(prefix, payloads_of(prefix)).complete
         assert list(client.statistics()["nodes"]) == ["one"]
         assert client.get(prefix).missing[0].reason == "directory"
-        assert client.remove(prefix) == 2
+        with pytest.raises(NodeUnavailable, match="the directory is away"):
+            client.remove(prefix)
+        assert cluster.members["one"].has(prefix) == [False, False]
 
     def test_the_log_says_it_once_and_not_with_every_read(
         self, cluster: Cluster, caplog: pytest.LogCaptureFixture

@@ -1,4 +1,5 @@
-"""What beside its tokens decides a request's KV cache: its adapter, its salt, its images."""
+"""What beside its tokens decides a request's KV cache: the weights' epoch, its adapter, its salt,
+its images."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .adapters import Adapters
+from .weights_epoch import WeightsEpoch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,10 +24,11 @@ class Identity(NamedTuple):
 
 
 class RequestIdentities:
-    """The identities of one engine's requests."""
+    """The identities of one engine's requests, whose weights are those of `epoch`."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, epoch: WeightsEpoch | None = None) -> None:
         self._block_tokens = block_tokens
+        self._epoch = epoch or WeightsEpoch()
         self._adapters = Adapters()
 
     def of(self, request: Any) -> Identity | None:
@@ -35,12 +38,12 @@ class RequestIdentities:
         """
         if request.prompt_embeds is not None:
             return None
-        adapter, salt = request.lora_request, request.cache_salt
+        adapter, salt, epoch = request.lora_request, request.cache_salt, self._epoch.name
         namespace = ""
-        if adapter is not None or salt:
+        if adapter is not None or salt or epoch:
             weights = "" if adapter is None else self._adapters.fingerprint(adapter)
-            content = json.dumps([weights, salt or ""])
-            namespace = blake2b(content.encode(), digest_size=16).hexdigest()
+            content = [weights, salt or "", *([epoch] if epoch else [])]
+            namespace = _digest(content).hex()
         return Identity(namespace, _extras(request.mm_features or (), self._block_tokens))
 
     def holds(self, request: Any) -> bool:

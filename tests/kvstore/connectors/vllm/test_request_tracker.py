@@ -580,30 +580,3 @@ def test_an_empty_report_is_false() -> None:
     assert StepReport(ended_saves=Counter([0]))
     assert StepReport(ended_loads=Counter([0]))
     assert StepReport(mapped=Counter([REGION]))
-
-
-# -- other weights ---------------------------------------------------------------------------------
-
-
-def test_pages_of_a_save_are_kept_although_its_request_was_cut_off() -> None:
-    """What is being saved was computed before; nothing may overwrite it meanwhile."""
-    case = Case()
-    case.begin()
-    (order,) = case.plan(16).saves
-    assert case.tracker.cut_off() == ["r"]
-    assert case.plan(16, preempted=["r"]).preempted == ["r"]
-    case.tracker.reported(StepReport(ended_saves={order.number: 1}))
-    assert not case.finish(40)
-
-
-def test_saves_by_layer_that_are_not_confirmed_are_given_up() -> None:
-    case = Case(layerwise=True)
-    case.begin()
-    early = case.plan(0, computing=[("r", 0, 24)]).layer_saves
-    assert early
-    case.tracker.cut_off()
-    orders = case.plan(24)
-    assert orders.given_up == [order.number for order in early]
-    assert not orders.confirmed
-    assert not case.plan(24, computing=[("r", 24, 40)]).layer_saves
-    assert case.tracker.promise("r", 40) == 0

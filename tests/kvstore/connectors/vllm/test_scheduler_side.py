@@ -121,41 +121,6 @@ def test_an_adapter_has_a_namespace_within_the_engines(
     assert answered(side) == 24
 
 
-def test_after_a_reset_nothing_of_before_is_found_and_nothing_of_after_by_others(
-    make: Callable[..., SchedulerSide], link: PoolLink
-) -> None:
-    store(link, 3)
-    side = make()
-    side.reset()
-    side.add("r", PROMPT, TEXT)
-    assert answered(side) == 0
-    side.allocated("r", range(10), 0, 0)
-    plan(side)
-    (order,) = plan(side, 16).saves
-    assert not set(order.prefix.keys) & set(SCHEMA.prefix(PROMPT, namespace="tenant").keys)
-
-
-def test_a_request_of_before_a_reset_neither_loads_nor_stores(
-    make: Callable[..., SchedulerSide], link: PoolLink
-) -> None:
-    store(link, 3)
-    side = make()
-    for name in ("r", "waits"):
-        side.add(name, PROMPT, TEXT)
-    side.allocated("r", range(10), 0, 0)
-    plan(side)
-    side.reset()
-    assert answered(side, "waits") == 0
-    assert not plan(side, 40).saves
-    assert not plan(side, preempted=["r"]).saves  # and its pages are given up
-    assert answered(side) == 0
-    side.allocated("r", range(10), 0, 0)
-    assert not plan(side, 8).saves
-    assert not plan(side, 40).saves
-    assert not side.finished("r", 40, Engine())
-    assert not plan(side).saves
-
-
 def test_the_secret_of_the_settings_is_in_the_keys(
     make: Callable[..., SchedulerSide], link: PoolLink, tmp_path: Path
 ) -> None:

@@ -27,7 +27,8 @@ def test_all_settings_can_be_set() -> None:
         "namespace": "tenant",
         "secret_file": "/run/secret",
         "model_fingerprint": "llama-3",
-        "weights_version": "step-7",
+        "weights_version": "7",
+        "weights_version_file": None,
         "block_tokens": 256,
         "verify": "sampled",
         "loading": "asynchronous",
@@ -45,8 +46,7 @@ def test_all_settings_can_be_set() -> None:
     }
     settings = read(chosen)
     assert {name: getattr(settings, name) for name in chosen} == chosen
-    other_form = {"weights_version_file"}
-    assert set(chosen) == set(Settings.__struct_fields__) - other_form
+    assert set(chosen) == set(Settings.__struct_fields__)
     assert settings.hbm_nbytes() == 8 << 30
     assert read({"url": URL, "hbm_bytes": 5000}).hbm_nbytes() == 5000
 
@@ -63,6 +63,10 @@ def test_all_settings_can_be_set() -> None:
         ({"url": URL, "loading": "eager"}, r"\$\.loading"),
         ({"url": URL, "hbm_bytes": "some"}, "hbm_bytes: 'some' is not a size"),
         ({"url": URL, "hbm_bytes": -1}, "hbm_bytes: .* negative"),
+        (
+            {"url": URL, "weights_version": "7", "weights_version_file": "/v"},
+            "weights_version and weights_version_file",
+        ),
         ({"url": URL, "load_tokens_min": -1}, "load_tokens_min=-1"),
         ({"url": URL, "save_tokens_min": -5}, "save_tokens_min=-5"),
         ({"url": URL, "block_tokens": 0}, "block_tokens=0"),
@@ -117,17 +121,3 @@ def test_a_secret_that_is_too_long_is_refused_at_the_start(tmp_path: Path) -> No
 def test_an_adapter_and_a_salt_find_room_in_the_longest_namespace() -> None:
     namespace = read({"url": URL, "namespace": "x" * 991}).namespace
     SCHEMA.prefix([1], namespace=f"{namespace}\0{32 * 'f'}")
-
-
-def test_the_version_of_the_weights_is_named_or_read(tmp_path: Path) -> None:
-    file = tmp_path / "version"
-    assert read({"url": URL}).weights() == ""
-    assert read({"url": URL, "weights_version": "step-7"}).weights() == "step-7"
-    settings = read({"url": URL, "weights_version_file": str(file)})
-    with pytest.raises(InvalidInput, match="weights_version_file: "):
-        settings.weights()
-    for name in ("step-8", "step-9"):
-        file.write_text(f"{name}\n")
-        assert settings.weights() == name
-    with pytest.raises(InvalidInput, match="choose one"):
-        read({"url": URL, "weights_version": "step-7", "weights_version_file": str(file)})

@@ -1,66 +1,82 @@
-"""Whose keys an engine's blocks have, as its weights change."""
+"""The epochs of an engine's weights."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tiffin.kvstore.connectors.vllm.model.request_identity import RequestIdentities
 from tiffin.kvstore.connectors.vllm.model.weights_epoch import WeightsEpoch
 from tiffin.kvstore.errors import InvalidInput
 
-
-class Version:
-    """What the fleet's file says."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name: str | None = name
-
-    def __call__(self) -> str:
-        if self.name is None:
-            raise InvalidInput("the file is away")
-        return self.name
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
-def test_an_engine_with_the_weights_of_its_files_has_the_names_that_it_always_had() -> None:
-    epoch = WeightsEpoch(Version())
-    assert epoch.scope("") == ""
-    assert epoch.scope("a" * 32) == "a" * 32
+def namespace(epoch: WeightsEpoch) -> str:
+    request = SimpleNamespace(
+        prompt_embeds=None, lora_request=None, cache_salt=None, mm_features=None
+    )
+    identity = RequestIdentities(16, epoch).of(request)
+    assert identity is not None
+    return identity.namespace
 
 
-def test_a_reset_begins_an_epoch_that_no_other_engine_has() -> None:
-    one, other = WeightsEpoch(Version()), WeightsEpoch(Version())
-    one.begin()
-    other.begin()
-    seen = {one.scope(""), other.scope(""), one.scope("a" * 32), other.scope("a" * 32), ""}
-    one.begin()
-    seen.add(one.scope(""))
-    assert len(seen) == 6
-    assert all(len(scope) in (0, 32) for scope in seen)
+def test_before_a_reset_engines_share_and_after_it_none_does() -> None:
+    one, other = WeightsEpoch(), WeightsEpoch()
+    assert namespace(one) == namespace(other) == ""
+    names = set()
+    for epoch in (one, one, other):
+        epoch.reset()
+        names.add(namespace(epoch))
+    assert len(names | {""}) == 4
 
 
-def test_engines_with_the_same_version_have_the_same_names() -> None:
-    file = Version("step-1")
-    one, late = WeightsEpoch(file), WeightsEpoch(file)
-    assert one.scope("") == late.scope("") != ""
-    file.name = "step-2"
-    one.begin()
-    assert one.scope("") != late.scope("")
-    late.begin()
-    assert one.scope("") == late.scope("") == WeightsEpoch(Version("step-2")).scope("")
+def test_engines_with_the_same_version_share() -> None:
+    names = [namespace(WeightsEpoch(version)) for version in ("", "7", "7", "8")]
+    assert names[1] == names[2]
+    assert len(set(names)) == 3
 
 
-def test_a_version_that_stood_there_before_the_reset_is_not_believed() -> None:
-    file = Version("step-1")
-    epoch, fresh = WeightsEpoch(file), WeightsEpoch(Version("step-1"))
-    for _ in range(2):  # nor the second time
-        epoch.begin()
-        assert epoch.scope("") != fresh.scope("")
-    file.name = None
-    epoch.begin()
-    assert epoch.scope("") != fresh.scope("")
-    file.name = "step-2"
-    epoch.begin()
-    assert epoch.scope("") == WeightsEpoch(Version("step-2")).scope("")
+def test_a_version_is_left_with_a_reset() -> None:
+    epoch = WeightsEpoch("7")
+    epoch.reset()
+    assert namespace(epoch) not in ("", namespace(WeightsEpoch("7")))
 
 
-def test_no_version_can_be_named_like_the_epoch_of_an_engine() -> None:
-    epoch = WeightsEpoch(Version())
-    epoch.begin()
-    assert WeightsEpoch(Version(epoch.version.strip("\0"))).scope("") != epoch.scope("")
+def test_a_reset_takes_the_version_from_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    file.write_text("7\n")
+    one = WeightsEpoch(file=str(file))
+    assert namespace(one) == namespace(WeightsEpoch("7"))
+    file.write_text("8\n")
+    one.reset()
+    assert namespace(one) == namespace(WeightsEpoch("8"))
+
+
+def test_a_reset_to_the_same_version_shares_nothing(tmp_path: Path) -> None:
+    """Somebody wants everything forgotten, or has forgotten to write the new version."""
+    file = tmp_path / "version"
+    file.write_text("7")
+    epoch = WeightsEpoch(file=str(file))
+    epoch.reset()
+    assert namespace(epoch) != namespace(WeightsEpoch("7"))
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff", b"x" * 1025])
+def test_a_file_without_a_version_is_refused_and_ends_the_epoch(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "version"
+    file.write_text("7")
+    epoch = WeightsEpoch(file=str(file))
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InvalidInput, match="weights_version_file"):
+        WeightsEpoch(file=str(file))
+    with pytest.raises(InvalidInput, match="weights_version_file"):
+        epoch.reset()
+    assert namespace(epoch) not in ("", namespace(WeightsEpoch("7")))
