@@ -146,7 +146,10 @@ class _Routes:
     ) -> None:
         limits = gateway.config.limits
         self._gateway, self._door, self._scrape = gateway, door, scrape
-        self._intake = Intake(Limits(body_bytes=limits.body_bytes, held_bytes=limits.held_bytes))
+        self._intake = Intake(
+            Limits(body_bytes=limits.body_bytes, held_bytes=limits.held_bytes),
+            ", which is limits.body_bytes of the gateway",
+        )
 
     async def complete(self, http: Request) -> Response:
         """Whatever engines compute: completions, responses, embeddings, speech."""

@@ -44,6 +44,9 @@ log = logging.getLogger("tiffin.gateway")
 # 500 when its engine has died.
 _FAILED = 500
 _GONE = (_FAILED, 502, 503, 504)
+# Of an instance that has another key than the gateway (the client's key is never sent there), or of
+# a proxy in front of it.
+_SHUT = (401, 403)
 # What a failing instance says is no longer than this.
 _WORDS_BYTES_MAX = 64 << 10
 # `kv_transfer_params` list blocks: a million tokens are 65,536 numbers.
@@ -87,7 +90,20 @@ class EngineSlow(EngineError):
 
 
 class EngineOdd(EngineError):
-    """The instance's answer is malformed or larger than the limit."""
+    """The instance's answer is malformed."""
+
+
+class EngineUnfit(EngineError):
+    """The instance's answer can't be passed on, nor could that of another try: a client is to be
+    told `code` and `why`, and not to try again."""
+
+    def __init__(self, target: CallTarget, code: str, why: str) -> None:
+        super().__init__(target, why)
+        self.code, self.why = code, why
+
+
+def _too_large(target: CallTarget, limit: str) -> EngineUnfit:
+    return EngineUnfit(target, "answer_too_large", f"the instance's answer has more than {limit}")
 
 
 class EngineBroke(Exception):
@@ -143,7 +159,7 @@ class AnswerStream:
         except HttpFailure as error:
             raise _translated(self._target, error) from error
         except TooLong as error:
-            raise EngineOdd(self._target, str(error)) from error
+            raise _too_large(self._target, str(error)) from error
         if self.gone and not counter.tokens:
             # vLLM sends status 200 before it computes; if its engine dies then, it sends an event
             # with the error.
@@ -156,7 +172,8 @@ class AnswerStream:
         self.first = b"".join(pieces)
 
     async def rest(self) -> AsyncGenerator[bytes]:
-        """The events after `first`. Raises EngineBroke if the stream breaks off before its end."""
+        """The events after `first`. Raises EngineBroke if the stream breaks off before its end, and
+        EngineUnfit."""
         counter, response = self.counter, self._response
         silence = _Silence(self._idle_s, response)
         try:
@@ -168,7 +185,7 @@ class AnswerStream:
             why = silence.passed or f"its connection broke: {error}"
             raise EngineBroke(why) from error
         except TooLong as error:
-            raise EngineBroke(str(error)) from error
+            raise _too_large(self._target, str(error)) from error
         finally:
             silence.end()
         if not counter.ended and not counter.failed:
@@ -329,7 +346,7 @@ class Engines:
             raise EngineOdd(target, f"its answer to a prefill is none: {error}") from error
 
     async def forward(
-        self, target: CallTarget, method: str, path: str, body: bytes, nbytes_max: int
+        self, target: CallTarget, method: str, path: str, body: bytes
     ) -> Whole | Relayed:
         """A call as a client made it. Raises EngineError."""
         response = await self._send(
@@ -338,7 +355,7 @@ class Engines:
         if _streams(response):
             return Relayed(response)
         try:
-            return await self._read(target, response, nbytes_max)
+            return await self._read(target, response)
         finally:
             response.close()
 
@@ -348,9 +365,7 @@ class Engines:
         """Run the request on the instance `target`. A streamed answer is returned as soon as it has
         a token, any other when it is complete. Raises EngineError."""
         if not ask.stream:
-            whole = await self._whole(
-                target, ask.path, body, headers, self._limits.answer_bytes, self._times.total_s
-            )
+            whole = await self._whole(target, ask.path, body, headers, None, self._times.total_s)
             return _counted(whole)
         try:
             async with asyncio.timeout(self._times.first_token_s):
@@ -364,7 +379,7 @@ class Engines:
         response = await self._send(target, path, body, headers)
         try:
             if not _streams(response):
-                whole = await self._read(target, response, self._limits.answer_bytes)
+                whole = await self._read(target, response)
                 response.close()
                 return whole
             stream = AnswerStream(target, response, self._times.idle_s, _passed(response))
@@ -380,7 +395,7 @@ class Engines:
         path: str,
         body: bytes,
         headers: Mapping[str, str],
-        nbytes_max: int = _PREFILL_BYTES_MAX,
+        nbytes_max: int | None = _PREFILL_BYTES_MAX,
         timeout_s: float | None = None,
     ) -> Whole:
         response = await self._send(
@@ -421,9 +436,15 @@ class Engines:
         if response.status == _FAILED:
             try:
                 words = await self._read(target, response, _WORDS_BYTES_MAX)
+            except EngineUnfit as error:
+                raise EngineGone(target, "it answers 500, and says too much") from error
             finally:
                 response.close()
             raise EngineFailed(target, words)
+        if response.status in _SHUT:
+            response.close()
+            log.error("%s refuses the gateway's key: %d", target.name, response.status)
+            raise EngineGone(target, f"it refuses the gateway's key: {response.status}")
         if response.status in _GONE:
             response.close()
             raise EngineGone(target, f"it answers {response.status}")
@@ -431,12 +452,20 @@ class Engines:
             # The operator has not allowed the redirect's target, and following it would send the
             # API key there. Nor is the redirect passed on to the client.
             response.close()
-            raise EngineOdd(target, f"it answers {response.status}: redirects lead nowhere")
+            why = f"the instance answers with a redirect ({response.status}), which leads nowhere"
+            raise EngineUnfit(target, "engine_failed", why)
         return response
 
-    async def _read(self, target: CallTarget, response: HttpAnswer, nbytes_max: int) -> Whole:
+    async def _read(
+        self, target: CallTarget, response: HttpAnswer, nbytes_max: int | None = None
+    ) -> Whole:
+        """The whole answer, of `limits.answer_bytes` at most if there is no other limit."""
+        limit = "" if nbytes_max else ", which is limits.answer_bytes of the gateway"
+        nbytes_max = nbytes_max or self._limits.answer_bytes
         try:
             body = await response.read(nbytes_max)
+        except TooLarge as error:
+            raise _too_large(target, f"{nbytes_max} bytes{limit}") from error
         except HttpFailure as error:
             raise _translated(target, error) from error
         return Whole(response.status, _passed(response), body)
@@ -464,8 +493,6 @@ def _translated(target: CallTarget, error: HttpFailure) -> EngineError:
     would take as long again."""
     if isinstance(error, Silent):
         return EngineSlow(target, f"no answer in time ({error})")
-    if isinstance(error, TooLarge):
-        return EngineOdd(target, str(error))
     if isinstance(error, Broken):
         return EngineDied(target, str(error))
     return EngineGone(target, str(error))

@@ -98,7 +98,7 @@ class Counter:
         data = self._tail + data if self._tail else data
         end = _end_of_events(data)
         if len(data) - end > EVENT_BYTES_MAX:
-            raise TooLong(f"an event of more than {EVENT_BYTES_MAX} bytes")
+            raise TooLong(f"{EVENT_BYTES_MAX} bytes in an event")
         self._tail, whole = data[end:], data[:end]
         for line in whole.split(b"\n"):
             if line.startswith(b"data:"):

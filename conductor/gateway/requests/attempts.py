@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from ...errors import ConductorError, ConductorUnavailable
 from ...records import Rejection, RequestEvent
+from ...wire.answers import NOT_AGAIN
 from ..engines.engine_client import AnswerStream, EngineGone, Whole
 from ..openai.openai_request import CHAT, COMPLETIONS, RESPONSES
 from .execution import handed_over
-from .poison import NOT_AGAIN, own_answer
+from .poison import own_answer
 
 if TYPE_CHECKING:
     from ...web.tracing import Span

@@ -390,8 +390,60 @@ class TestAnInstanceIsOdd:
             limits = GatewayLimits(answer_bytes=1024)
             engine = Engine("m0", odd=(kind, b"x" * (5 << 20)))
             async with cluster(engine, config=changed(limits=limits)) as it:
-                response = await it.post({"prompt": PROMPT, "stream": stream})
+                for _ in range(4):
+                    response = await it.post({"prompt": PROMPT, "stream": stream})
+                    assert response.status_code == 502
+                    error = response.json()["error"]
+                    assert error["code"] == "answer_too_large"
+                    limit = "4194304 bytes in an" if stream else "1024 bytes, which is limits.answ"
+                    assert limit in error["message"]
+                    assert response.headers["x-should-retry"] == "false"
+                assert len(engine.completions) == 4
+                assert it.gateway.breakers.open(it.gateway.clock()) == []
+
+        run(scenario)
+
+    def test_an_event_that_does_not_end_behind_others(self) -> None:
+        async def scenario() -> None:
+            content = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n' + b"x" * (5 << 20)
+            engines = [Engine(name, odd=("text/event-stream", content)) for name in ("m0", "m1")]
+            async with cluster(*engines) as it:
+                for number in range(1, 5):
+                    response = await it.post({"prompt": PROMPT, "stream": True})
+                    first, last = response.content.split(b"\n\n")[:2]
+                    assert b'"text": "a"' in first
+                    assert b"answer_too_large" in last
+                    assert len(engines[0].completions + engines[1].completions) == number
+                assert it.gateway.breakers.open(it.gateway.clock()) == []
+
+        run(scenario)
+
+    def test_a_redirect_is_not_followed_nor_asked_for_again(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0", status=307)) as it:
+                response = await it.post({"prompt": PROMPT})
                 assert response.status_code == 502
+                assert "redirect (307)" in response.json()["error"]["message"]
+                assert response.headers["x-should-retry"] == "false"
+
+        run(scenario)
+
+    @pytest.mark.parametrize("status", [401, 403])
+    def test_an_instance_that_has_another_key(
+        self, status: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def scenario() -> None:
+            odd, right = Engine("m0", status=status), Engine("m1")
+            async with cluster(odd, right) as it:
+                for _ in range(8):
+                    assert (await it.post({"prompt": PROMPT})).status_code == 200
+                move(it, "m1", "")
+                await it.gateway.refresh()
+                response = await it.post({"prompt": PROMPT})
+                assert response.status_code in (502, 503)
+                assert "key" not in response.text
+            assert odd.completions
+            assert f"m0 refuses the gateway's key: {status}" in caplog.text
 
         run(scenario)
 
