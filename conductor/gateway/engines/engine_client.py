@@ -30,6 +30,7 @@ from ...client.http_session import (
 from ...errors import InvalidRequest
 from ..openai import engine_bodies
 from ..openai.token_counter import Counter, TooLong, answered_tokens
+from .inflated import KNOWN, Inflated
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -135,7 +136,11 @@ class AnswerStream:
     good = True
 
     def __init__(
-        self, target: CallTarget, response: HttpAnswer, idle_s: float, headers: dict[str, str]
+        self,
+        target: CallTarget,
+        response: HttpAnswer | Inflated,
+        idle_s: float,
+        headers: dict[str, str],
     ) -> None:
         self.headers = headers
         self.counter = Counter()
@@ -223,7 +228,7 @@ class _Silence:
     """Closes an answer of which nothing comes for `idle_s` while a piece of it is waited for. One
     timer for the whole stream: to set one for each piece takes as long as to pass the piece on."""
 
-    def __init__(self, idle_s: float, response: HttpAnswer) -> None:
+    def __init__(self, idle_s: float, response: HttpAnswer | Inflated) -> None:
         self.passed = ""
         self._idle_s, self._response = idle_s, response
         self._loop = asyncio.get_running_loop()
@@ -374,15 +379,21 @@ class Engines:
             raise EngineSlow(target, f"no token came in {self._times.first_token_s:g} s") from error
 
     async def _stream(
-        self, target: CallTarget, path: str, body: bytes, headers: Mapping[str, str]
+        self, target: CallTarget, path: str, body: bytes, sent: Mapping[str, str]
     ) -> AnswerStream | Whole:
-        response = await self._send(target, path, body, headers)
+        response = await self._send(target, path, body, sent)
         try:
             if not _streams(response):
                 whole = await self._read(target, response)
                 response.close()
                 return whole
-            stream = AnswerStream(target, response, self._times.idle_s, _passed(response))
+            headers = _passed(response)
+            encoding = headers.pop("content-encoding", "identity").strip().lower()
+            if encoding != "identity" and encoding not in KNOWN:
+                why = f"the instance's stream is compressed as {encoding[:32]!r}"
+                raise EngineUnfit(target, "engine_failed", why)
+            events = response if encoding == "identity" else Inflated(response)
+            stream = AnswerStream(target, events, self._times.idle_s, headers)
             await stream.begin()
         except BaseException:
             response.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
 import json
 import re
+import zlib
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -415,6 +417,40 @@ class TestAnInstanceIsOdd:
                     assert b"answer_too_large" in last
                     assert len(engines[0].completions + engines[1].completions) == number
                 assert it.gateway.breakers.open(it.gateway.clock()) == []
+
+        run(scenario)
+
+    @pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity", "br"])
+    def test_a_stream_that_comes_compressed_or_ends_lines_with_cr(self, encoding: str) -> None:
+        async def scenario() -> None:
+            pack = {"gzip": gzip.compress, "deflate": zlib.compress}.get(encoding, bytes)
+            events = b"".join(Engine("").events(chat=True)).replace(b"\n", b"\r")
+            engines = [
+                Engine(name, odd=("text/event-stream", pack(events)), encoding=encoding)
+                for name in ("m0", "m1")
+            ]
+            async with cluster(*engines) as it:
+                for _ in range(4):
+                    response = await it.post({"messages": CHAT, "stream": True}, "chat/completions")
+                    if encoding == "br":
+                        assert response.status_code == 502
+                        assert "compressed as 'br'" in response.json()["error"]["message"]
+                        assert response.headers["x-should-retry"] == "false"
+                    else:
+                        assert response.content == events
+                        assert "content-encoding" not in response.headers
+                asked = {headers["accept-encoding"] for _, _, headers in engines[0].calls}
+                assert asked <= {"identity"}
+                assert it.gateway.breakers.open(it.gateway.clock()) == []
+
+        run(scenario)
+
+    def test_a_stream_that_is_not_compressed_as_it_says(self) -> None:
+        async def scenario() -> None:
+            odd = ("text/event-stream", b"data: {}\n\n")
+            async with cluster(Engine("m0", odd=odd, encoding="gzip")) as it:
+                response = await it.post({"prompt": PROMPT, "stream": True})
+                assert response.status_code in (502, 503)
 
         run(scenario)
 
