@@ -77,6 +77,10 @@ class EngineDied(EngineGone):
     """The instance had the request, and its connection broke or ended before an answer."""
 
 
+class EngineShut(EngineGone):
+    """The instance refuses the gateway's own key."""
+
+
 class EngineFailed(EngineGone):
     """The instance answers 500: it may be down (vLLM's whose engine has died answers so), or the
     request may be the reason. `answer` is what it says."""
@@ -455,7 +459,7 @@ class Engines:
         if response.status in _SHUT:
             response.close()
             log.error("%s refuses the gateway's key: %d", target.name, response.status)
-            raise EngineGone(target, f"it refuses the gateway's key: {response.status}")
+            raise EngineShut(target, f"it refuses the gateway's key: {response.status}")
         if response.status in _GONE:
             response.close()
             raise EngineGone(target, f"it answers {response.status}")

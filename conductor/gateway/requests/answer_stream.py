@@ -32,6 +32,7 @@ from ..engines.engine_client import (
     AnswerStream,
     EngineBroke,
     EngineError,
+    EngineShut,
     EngineSlow,
     EngineUnfit,
     Whole,
@@ -214,6 +215,10 @@ class Serving(Response):
         except EngineUnfit as failure:
             log.warning("%s", failure)
             return None, _unfit(failure)
+        except EngineShut as failure:
+            log.warning("%s", failure)
+            why = "instances refuse the gateway's key; its log names them"
+            return None, error(502, "misconfigured", why, headers=NOT_AGAIN)
         except EngineError as failure:
             log.warning("%s", failure)
             return None, error(502, "engine_failed", "no instance gave an answer; try again")
