@@ -30,7 +30,7 @@ from ...client.http_session import (
 from ...errors import InvalidRequest
 from ..openai import engine_bodies
 from ..openai.token_counter import Counter, TooLong, answered_tokens
-from .inflated import KNOWN, Inflated
+from .inflated import KNOWN, Inflated, plain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -127,6 +127,11 @@ class Whole:
     @property
     def good(self) -> bool:
         return self.status == 200
+
+    @property
+    def plain(self) -> bytes:
+        """The body as it was before something in between compressed it."""
+        return plain(self.body, self.headers.get("content-encoding", ""))
 
     async def close(self) -> None:
         """Do nothing, as the connection is closed already; for the interface of `AnswerStream`."""
@@ -316,7 +321,7 @@ class Engines:
                     target, "/tokenize", engine_bodies.tokenize_body(ask), {}
                 )
             if answer.status == 200:
-                return _tokenised.decode(answer.body).tokens
+                return _tokenised.decode(answer.plain).tokens
             log.debug("%s answers /tokenize with %d", target.name, answer.status)
         except (EngineError, TimeoutError, msgspec.DecodeError) as error:
             log.debug("%s does not tokenise: %s", target.name, error)
@@ -329,7 +334,7 @@ class Engines:
             async with asyncio.timeout(_DETOKENIZE_S):
                 answer = await self._whole(target, "/detokenize", body, {})
             if answer.status == 200:
-                return _detokenised.decode(answer.body).prompt
+                return _detokenised.decode(answer.plain).prompt
             log.debug("%s answers /detokenize with %d", target.name, answer.status)
         except (EngineError, TimeoutError, msgspec.DecodeError) as error:
             log.debug("%s does not detokenise: %s", target.name, error)
@@ -350,7 +355,7 @@ class Engines:
         if not answer.good:
             return answer
         try:
-            return _prefilled.decode(answer.body).kv_transfer_params
+            return _prefilled.decode(answer.plain).kv_transfer_params
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineOdd(target, f"its answer to a prefill is none: {error}") from error
 
@@ -487,7 +492,7 @@ class Engines:
 
 
 def _counted(whole: Whole) -> Whole:
-    tokens = answered_tokens(whole.body) if whole.good else 0
+    tokens = answered_tokens(whole.plain) if whole.good else 0
     return Whole(whole.status, whole.headers, whole.body, tokens)
 
 

@@ -1,6 +1,7 @@
-"""Streams that come compressed. The gateway asks engines for answers as they are, and a proxy in
-front of one may compress them nevertheless; a stream whose events can't be read could be neither
-counted nor cut where an event ends."""
+"""Answers that come compressed. The gateway asks engines for them as they are, and a proxy in front
+of one may compress them nevertheless. Streams are passed on decompressed, as events that can't be
+read could be neither counted nor told apart; what comes in one piece is read and passed on as it
+is."""
 
 from __future__ import annotations
 
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
 KNOWN = ("gzip", "x-gzip", "deflate")
 # Of what a piece becomes, given out at a time: a few KB of zeros may be gigabytes.
 _PIECE_BYTES_MAX = 1 << 20
+# Of an answer in one piece, which is read for its numbers.
+_WHOLE_BYTES_MAX = 64 << 20
+
+
+def plain(body: bytes, encoding: str) -> bytes:
+    """A whole body, decompressed if that can be; 64 MiB of it at most."""
+    if encoding.strip().lower() not in KNOWN:
+        return body
+    try:
+        return zlib.decompressobj(zlib.MAX_WBITS | 32).decompress(body, _WHOLE_BYTES_MAX)
+    except zlib.error:
+        return body
 
 
 class Inflated:

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from gatewaysupport import TIMES, Engine, changed, cluster, only_the_first_dies, run, skip, until
+from gatewaysupport import (
+    MODEL,
+    TIMES,
+    Engine,
+    changed,
+    cluster,
+    only_the_first_dies,
+    run,
+    skip,
+    until,
+)
 
 from tiffin.conductor.client.http_session import NotConnected
 from tiffin.conductor.errors import ConductorUnavailable, UnknownModel
@@ -442,6 +452,37 @@ class TestAnInstanceIsOdd:
                 asked = {headers["accept-encoding"] for _, _, headers in engines[0].calls}
                 assert asked <= {"identity"}
                 assert it.gateway.breakers.open(it.gateway.clock()) == []
+
+        run(scenario)
+
+    @pytest.mark.parametrize(("mib", "status"), [(3, 200), (5, 502)])
+    def test_a_few_bytes_that_become_many(self, mib: int, status: int) -> None:
+        async def scenario() -> None:
+            text = "a" * (mib << 20)
+            event = (
+                f'data: {{"choices": [{{"text": "{text}", "finish_reason": "stop"}}]}}\n\n'.encode()
+            )
+            engine = Engine("m0", odd=("text/event-stream", gzip.compress(event)), encoding="gzip")
+            async with cluster(engine) as it:
+                response = await it.post({"prompt": PROMPT, "stream": True})
+                assert response.status_code == status
+                assert (response.content == event) == (status == 200)
+
+        run(scenario)
+
+    @pytest.mark.parametrize("right", [True, False])
+    def test_an_answer_in_one_piece_that_comes_compressed(self, right: bool) -> None:
+        async def scenario() -> None:
+            said = b'{"usage": {"completion_tokens": 7}}'
+            body = gzip.compress(said) if right else said
+            engine = Engine("m0", odd=("application/json", body), encoding="gzip")
+            async with cluster(engine) as it:
+                async with it.http.stream(
+                    "POST", "/v1/completions", json={"model": MODEL, "prompt": PROMPT}
+                ) as response:
+                    assert response.headers["content-encoding"] == "gzip"
+                    assert b"".join([piece async for piece in response.aiter_raw()]) == body
+                assert it.number("answered_tokens_total") == 7
 
         run(scenario)
 
