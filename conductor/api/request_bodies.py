@@ -106,6 +106,6 @@ class Intake:
         limits = self._limits
         if body_bytes > limits.body_bytes:
             said = f"a body has at most {limits.body_bytes} bytes{self._instead}"
-            raise Refusal(413, "too_large", said, close=True)
+            raise Refusal(413, "too_large", said, close=True, final=True)
         if self._held_bytes > limits.held_bytes:
             raise Refusal(503, "busy", "too much is being received", retry_after_s=1.0, close=True)

@@ -577,7 +577,9 @@ def _segment(text: str) -> str:
     """Quote an id as a segment of a path. Raises InvalidRequest for text that would change the
     path."""
     if text in ("", ".", "..") or "/" in text:
-        raise InvalidRequest(f"{text!r} can't be an id: it is 1 to 256 characters without a slash")
+        raise InvalidRequest(
+            f"{text!r} can't be an id: it is 1 to 256 characters without a slash, not '.' or '..'"
+        )
     return _quoted(text, "an id")
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 _raw: Any = msgspec.json.Decoder(msgspec.Raw)
 # Placed by the conductor.
 _COMPUTED = (CHAT, COMPLETIONS, RESPONSES, *POOLING, SPEECH, *LISTENING)
+# vLLM has the latter two: whoever checks an engine there is told of the gateway that it can serve.
+READY = ("/readyz", "/health", "/ping")
 _CODES = {404: "no_such_route", 405: "method_not_allowed"}
 
 
@@ -98,7 +101,7 @@ def create_app(
         ("GET", "/v1/models/{model:path}", routes.model, Right.READ),
         ("GET", "/openapi.json", routes.openapi, None),
         ("GET", "/livez", routes.livez, None),
-        ("GET", "/readyz", routes.readyz, None),
+        *(("GET", path, routes.readyz, None) for path in READY),
         ("GET", "/metrics", routes.metrics, Right.READ),
     ]
     endpoints = [
@@ -110,6 +113,10 @@ def create_app(
         exception_handlers={HTTPException: _not_routed, Exception: _broken},
     )
     app.computed = {path: endpoint for _, path, endpoint in endpoints if path in _COMPUTED}
+    if origins := gateway.config.allowed_origins:
+        app.shared = CORSMiddleware(
+            app.serve, origins, ("GET", "POST"), allow_headers=("*",), expose_headers=("*",)
+        )
     app.state.door = door  # whose tokens can be replaced
     return app
 
@@ -119,9 +126,14 @@ class _Application(Starlette):
     each piece of a stream goes, take a tenth of a request's time."""
 
     computed: Mapping[str, Endpoint] = {}
+    shared: CORSMiddleware | None = None  # what web pages of other origins go through
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
+        await (self.shared or self.serve)(scope, receive, send)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request that is no question of a browser's."""
         endpoint = None
         if scope["type"] == "http" and scope["method"] == "POST":
             endpoint = self.computed.get(scope["path"])
@@ -146,7 +158,10 @@ class _Routes:
     ) -> None:
         limits = gateway.config.limits
         self._gateway, self._door, self._scrape = gateway, door, scrape
-        self._intake = Intake(Limits(body_bytes=limits.body_bytes, held_bytes=limits.held_bytes))
+        self._intake = Intake(
+            Limits(body_bytes=limits.body_bytes, held_bytes=limits.held_bytes),
+            ", which is limits.body_bytes of the gateway",
+        )
 
     async def complete(self, http: Request) -> Response:
         """Whatever engines compute: completions, responses, embeddings, speech."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_ORIGIN = r"^(\*|https?://[^/\s]+)$"
 Share = Annotated[float, Meta(gt=0, le=1e6)]
 Handoff = Literal["vllm", "pool", "stream"]
 Header = Literal["priority", "tenant", "objectives", "urgent", "output"]
@@ -189,6 +190,10 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
     honour: tuple[Header, ...] = ("priority", "tenant", "objectives", "urgent", "output")
     """Which of the clients' `x-tiffin-...` headers count. Whoever may set `tenant` can take what is
     another's fair share."""
+
+    allowed_origins: tuple[Annotated[str, Meta(pattern=_ORIGIN)], ...] = ()
+    """Web pages of which origins may call from a browser (CORS); `*`: all. An API key in a page is
+    everyone's who sees it."""
 
     engine_token_file: str = ""
     """The API key of the instances."""

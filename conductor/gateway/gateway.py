@@ -21,7 +21,7 @@ from .clients.client_limits import ClientLimits
 from .clients.quota_file import QuotaFile
 from .config import needs_restart
 from .engines.circuit_breakers import CircuitBreakers
-from .engines.engine_client import EngineError, Engines
+from .engines.engine_client import EngineError, Engines, EngineUnfit
 from .engines.health_checks import check_all
 from .engines.instance_cache import Known
 from .engines.last_known import LastKnown
@@ -232,9 +232,10 @@ class Gateway:
             if target is None:
                 break
             try:
-                return await self._engines.forward(
-                    target, method, path, body, self.config.limits.answer_bytes
-                )
+                return await self._engines.forward(target, method, path, body)
+            except EngineUnfit as failure:
+                log.warning("%s", failure)
+                raise Refusal(502, failure.code, failure.why, final=True) from failure
             except EngineError as failure:
                 log.warning("%s", failure)
                 gone.add(target.name)

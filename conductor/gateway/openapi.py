@@ -80,9 +80,8 @@ def document() -> dict[str, Any]:
         "get": _operation("One of them", (404,), parameters=[{**name, "name": "model"}])
     }
     paths["/livez"] = {"get": _operation("Whether the process answers", right=False)}
-    paths["/readyz"] = {
-        "get": _operation("Whether a request could be served", (503,), right=False, error=False)
-    }
+    ready = _operation("Whether a request could be served", (503,), right=False, error=False)
+    paths |= {path: {"get": ready} for path in ("/readyz", "/health", "/ping")}
     _, schemas = msgspec.json.schema_components([ErrorReply], ref_template=_REF)
     return {
         "openapi": "3.1.0",

@@ -11,16 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
 _HEAD = b"HTTP/1.1 "
 
 
 class HeldHead:
     """See the module. All but these methods are the transport's own. A head without a body goes out
-    in the next turn of the event loop."""
+    in the next turn of the event loop. `lingers()`: it is not to be closed yet but
+    for what is sent, and is closed again later."""
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        lingers: Callable[[], bool],
+    ) -> None:
+        self._transport, self._loop, self._lingers = transport, loop, lingers
         self._head = b""
         self.is_closing = transport.is_closing
         self.get_extra_info = transport.get_extra_info
@@ -39,9 +46,12 @@ class HeldHead:
         self._transport.write(data)
 
     def close(self) -> None:
-        """Send what is held, and close."""
+        """Send what is held, and close; if it lingers, in this direction alone."""
         self._flush()
-        self._transport.close()
+        if not self._lingers():
+            self._transport.close()
+        elif self._transport.can_write_eof():  # not over TLS
+            self._transport.write_eof()
 
     def _flush(self) -> None:
         if self._head:

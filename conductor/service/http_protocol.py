@@ -6,6 +6,10 @@ handed on yet, whether of a request line, header fields, chunk framing or traile
 deadline for the client that sends them. It answers 431 to a head that is too large (414 if it is
 the URL), and 408 to one that is too slow.
 
+A request may be answered before its body has come, as with 413. If the server closed the connection
+then, what the client still sends would reset it, and take the answer from a client that reads only
+once it has sent all. So the rest of the body is read and dropped, within a time and a size.
+
 An app reports that it has authorised a request by calling `scope["extensions"][PROOF]()`, which is
 False if there is no room for more connections (`connection_limits.py`). It asks whether the client
 has hung up by calling `scope["extensions"][GONE]()` (`hang_ups.py`).
@@ -40,6 +44,9 @@ HEADERS_MAX = 100
 URL_BYTES_MAX = 8192
 # Pipelined requests that wait for an earlier answer. Current clients do not pipeline.
 PIPELINED_MAX = 16
+# Of a body that is dropped as its request is answered already: eight times what a gateway takes by
+# default. Longer ones are cut off, and their clients may not see the answer.
+DROPPED_BYTES_MAX = 64 << 20
 
 # Bytes that are parsed at a time: a head that begins behind another request may exceed the limit by
 # so much at most.
@@ -97,6 +104,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._pending_bytes = 0  # received, but not yet handed on by the parser
         self._fields = 0  # header and trailer fields of this request
         self._refused = False
+        self._dropped_bytes = 0  # of this request's body, after its answer
+        self._leaves = False  # the connection closes at the end of this body at the latest
         self._offered = False  # this request came with an offer to speak another protocol
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -106,7 +115,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Register the new connection as a stranger, and abort the connections that the table
         evicts for it."""
         super().connection_made(transport)
-        self.transport = HeldHead(transport, self.loop)  # type: ignore[assignment]
+        self.transport = HeldHead(transport, self.loop, self._lingers)  # type: ignore[assignment]
         address = self.client[0] if self.client else ""
         for other in self._table.came(self, address, self.loop.time()):
             other.transport.abort()
@@ -198,6 +207,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._offered = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._offered:
             return  # `_feed` begins again
+        self._dropped_bytes = 0
         self._table.heard(self, self.loop.time())
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":  # it knows no chunks
@@ -212,6 +222,10 @@ class LimitedProtocol(HttpToolsProtocol):
         """A part of the body has arrived."""
         self._pending_bytes = 0
         super().on_body(body)
+        if not self._answering:
+            self._dropped_bytes += len(body)
+            if self._dropped_bytes > DROPPED_BYTES_MAX:
+                self._leave()
 
     def on_message_complete(self) -> None:
         """The request is complete: the next bytes belong to another request."""
@@ -219,6 +233,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._in_head, self._pending_bytes = True, 0
         super().on_message_complete()
+        if self._leaves:
+            self._leave()
 
     def on_response_complete(self) -> None:
         """The app has answered, perhaps before the whole request arrived."""
@@ -239,6 +255,18 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _lingers(self) -> bool:
+        """Whether to read on rather than to close: the rest of a body whose request is answered."""
+        cycle = self.cycle
+        answered = cycle is not None and cycle.response_complete and not self._in_head
+        lingers, self._leaves = answered and not self._leaves, True
+        return lingers
+
+    def _leave(self) -> None:
+        """Close the connection, whatever the client still sends."""
+        self._leaves = True
+        self.transport.close()
 
     def _watch(self) -> None:
         """Set a deadline for the data that the client has to send next, unless the app waits for
@@ -267,7 +295,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_head and self._pending_bytes:
             self._refuse(408, "too_slow", f"the head did not arrive in {self._head_s:g} s")
         else:
-            self.transport.close()
+            self._leave()
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Answer with this error and close the connection, after earlier requests are answered."""
@@ -280,7 +308,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write(_answer(status, code, message))
         if self.cycle is not None:
             self.cycle.disconnected = True
-        self.transport.close()
+        self._leave()
 
 
 def _yes() -> bool:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 JSON = "application/json"
 REASON_HEADER = "x-tiffin-reject-reason"
 
+# OpenAI's clients try again after every 5xx that does not say this.
+NOT_AGAIN = {"x-should-retry": "false"}
+
 # A longer wait is of no use to a client; and a prediction may be infinite.
 RETRY_AFTER_MAX_S = 3600
 
@@ -34,7 +37,8 @@ class Refusal(Exception):
     """A request that the service refuses because of its form or of a limit, before it reaches the
     core.
 
-    `status` and `code` as in the answer; `close`: the server closes the connection after it.
+    `status` and `code` as in the answer; `close`: the server closes the connection after it;
+    `final`: to try again is of no use, and the client is told so.
     """
 
     def __init__(
@@ -46,10 +50,11 @@ class Refusal(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         close: bool = False,
+        final: bool = False,
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
-        self.retry_after_s, self.close = retry_after_s, close
+        self.retry_after_s, self.close, self.final = retry_after_s, close, final
 
 
 def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -109,6 +114,8 @@ def _detail(
 def refused(refusal: Refusal) -> Response:
     """The answer to a refused request."""
     headers = {"connection": "close"} if refusal.close else {}
+    if refusal.final:
+        headers |= NOT_AGAIN
     if refusal.retry_after_s is not None:
         headers["retry-after"] = str(retry_after(refusal.retry_after_s))
     return error(refusal.status, refusal.code, str(refusal), param=refusal.param, headers=headers)

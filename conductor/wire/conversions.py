@@ -60,6 +60,8 @@ TOTAL_KINDS = ("tokens", "finished", "cancelled")
 def check_id(text: str, what: str) -> str:
     """Returns `text` if it is a valid id of a request or an instance, or a valid name of a node.
     Raises InvalidRequest."""
+    if text in (".", ".."):  # no client could ask for it: a URL ends before them
+        raise InvalidRequest(f"{what} is {text!r}, which means something else in a URL: rename it")
     if not 0 < len(text) <= ID_MAX or not text.isprintable() or "/" in text:
         raise InvalidRequest(
             f"{what} is 1 to {ID_MAX} printable characters without a slash; this has {len(text)}"

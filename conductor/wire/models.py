@@ -32,7 +32,7 @@ RELEASE_WAIT_S_MAX = 60.0
 Id = Annotated[
     str,
     Meta(
-        description="1 to 256 printable characters, without a slash.",
+        description="1 to 256 printable characters, without a slash; not `.` or `..`.",
         examples=["chatcmpl-7f3a"],
         # Checked by `check_id` (conversions.py), whose message states the same limits.
         extra_json_schema={"minLength": 1, "maxLength": ID_MAX, "pattern": ID_PATTERN},

@@ -87,8 +87,8 @@ class Engine:
     """A stub engine. `answer` are its tokens; it waits for `go` before each from number `hold_at`
     on, and for `compute` before a prefill. It dies before number `die_at`; with -1 before an
     answer's first byte, and is the only one of its `rivals` that does. `odd` is a false answer
-    that it gives instead, with its content type. `stored`: what it tells of a prefill's blocks in
-    the pool."""
+    that it gives instead, with its content type, and `encoding` that of its content. `stored`: what
+    it tells of a prefill's blocks in the pool."""
 
     name: str
     role: Role = Role.MIXED
@@ -98,6 +98,7 @@ class Engine:
     status: int = 200
     tokenizes: bool = True
     odd: tuple[str, bytes] | None = None
+    encoding: str = "identity"
     url: str = ""
     calls: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     aborted: int = 0
@@ -122,7 +123,8 @@ class Engine:
             return
         if self.odd is not None:
             kind, content = self.odd
-            await Response(content, headers={"content-type": kind})(scope, receive, send)
+            headers = {"content-type": kind, "content-encoding": self.encoding}
+            await Response(content, headers=headers)(scope, receive, send)
             return
         if self.status != 200:
             error = {"message": "no", "type": "BadRequestError", "code": self.status}

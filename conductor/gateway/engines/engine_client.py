@@ -30,6 +30,7 @@ from ...client.http_session import (
 from ...errors import InvalidRequest
 from ..openai import engine_bodies
 from ..openai.token_counter import Counter, TooLong, answered_tokens
+from .inflated import KNOWN, Inflated, plain
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -44,6 +45,9 @@ log = logging.getLogger("tiffin.gateway")
 # 500 when its engine has died.
 _FAILED = 500
 _GONE = (_FAILED, 502, 503, 504)
+# Of an instance that has another key than the gateway (the client's key is never sent there), or of
+# a proxy in front of it.
+_SHUT = (401, 403)
 # What a failing instance says is no longer than this.
 _WORDS_BYTES_MAX = 64 << 10
 # `kv_transfer_params` list blocks: a million tokens are 65,536 numbers.
@@ -73,6 +77,10 @@ class EngineDied(EngineGone):
     """The instance had the request, and its connection broke or ended before an answer."""
 
 
+class EngineShut(EngineGone):
+    """The instance refuses the gateway's own key."""
+
+
 class EngineFailed(EngineGone):
     """The instance answers 500: it may be down (vLLM's whose engine has died answers so), or the
     request may be the reason. `answer` is what it says."""
@@ -87,7 +95,20 @@ class EngineSlow(EngineError):
 
 
 class EngineOdd(EngineError):
-    """The instance's answer is malformed or larger than the limit."""
+    """The instance's answer is malformed."""
+
+
+class EngineUnfit(EngineError):
+    """The instance's answer can't be passed on, nor could that of another try: a client is to be
+    told `code` and `why`, and not to try again."""
+
+    def __init__(self, target: CallTarget, code: str, why: str) -> None:
+        super().__init__(target, why)
+        self.code, self.why = code, why
+
+
+def _too_large(target: CallTarget, limit: str) -> EngineUnfit:
+    return EngineUnfit(target, "answer_too_large", f"the instance's answer has more than {limit}")
 
 
 class EngineBroke(Exception):
@@ -107,6 +128,11 @@ class Whole:
     def good(self) -> bool:
         return self.status == 200
 
+    @property
+    def plain(self) -> bytes:
+        """The body as it was before something in between compressed it."""
+        return plain(self.body, self.headers.get("content-encoding", ""))
+
     async def close(self) -> None:
         """Do nothing, as the connection is closed already; for the interface of `AnswerStream`."""
 
@@ -119,7 +145,11 @@ class AnswerStream:
     good = True
 
     def __init__(
-        self, target: CallTarget, response: HttpAnswer, idle_s: float, headers: dict[str, str]
+        self,
+        target: CallTarget,
+        response: HttpAnswer | Inflated,
+        idle_s: float,
+        headers: dict[str, str],
     ) -> None:
         self.headers = headers
         self.counter = Counter()
@@ -143,7 +173,7 @@ class AnswerStream:
         except HttpFailure as error:
             raise _translated(self._target, error) from error
         except TooLong as error:
-            raise EngineOdd(self._target, str(error)) from error
+            raise _too_large(self._target, str(error)) from error
         if self.gone and not counter.tokens:
             # vLLM sends status 200 before it computes; if its engine dies then, it sends an event
             # with the error.
@@ -156,7 +186,8 @@ class AnswerStream:
         self.first = b"".join(pieces)
 
     async def rest(self) -> AsyncGenerator[bytes]:
-        """The events after `first`. Raises EngineBroke if the stream breaks off before its end."""
+        """The events after `first`. Raises EngineBroke if the stream breaks off before its end, and
+        EngineUnfit."""
         counter, response = self.counter, self._response
         silence = _Silence(self._idle_s, response)
         try:
@@ -168,7 +199,7 @@ class AnswerStream:
             why = silence.passed or f"its connection broke: {error}"
             raise EngineBroke(why) from error
         except TooLong as error:
-            raise EngineBroke(str(error)) from error
+            raise _too_large(self._target, str(error)) from error
         finally:
             silence.end()
         if not counter.ended and not counter.failed:
@@ -206,7 +237,7 @@ class _Silence:
     """Closes an answer of which nothing comes for `idle_s` while a piece of it is waited for. One
     timer for the whole stream: to set one for each piece takes as long as to pass the piece on."""
 
-    def __init__(self, idle_s: float, response: HttpAnswer) -> None:
+    def __init__(self, idle_s: float, response: HttpAnswer | Inflated) -> None:
         self.passed = ""
         self._idle_s, self._response = idle_s, response
         self._loop = asyncio.get_running_loop()
@@ -290,7 +321,7 @@ class Engines:
                     target, "/tokenize", engine_bodies.tokenize_body(ask), {}
                 )
             if answer.status == 200:
-                return _tokenised.decode(answer.body).tokens
+                return _tokenised.decode(answer.plain).tokens
             log.debug("%s answers /tokenize with %d", target.name, answer.status)
         except (EngineError, TimeoutError, msgspec.DecodeError) as error:
             log.debug("%s does not tokenise: %s", target.name, error)
@@ -303,7 +334,7 @@ class Engines:
             async with asyncio.timeout(_DETOKENIZE_S):
                 answer = await self._whole(target, "/detokenize", body, {})
             if answer.status == 200:
-                return _detokenised.decode(answer.body).prompt
+                return _detokenised.decode(answer.plain).prompt
             log.debug("%s answers /detokenize with %d", target.name, answer.status)
         except (EngineError, TimeoutError, msgspec.DecodeError) as error:
             log.debug("%s does not detokenise: %s", target.name, error)
@@ -324,12 +355,12 @@ class Engines:
         if not answer.good:
             return answer
         try:
-            return _prefilled.decode(answer.body).kv_transfer_params
+            return _prefilled.decode(answer.plain).kv_transfer_params
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineOdd(target, f"its answer to a prefill is none: {error}") from error
 
     async def forward(
-        self, target: CallTarget, method: str, path: str, body: bytes, nbytes_max: int
+        self, target: CallTarget, method: str, path: str, body: bytes
     ) -> Whole | Relayed:
         """A call as a client made it. Raises EngineError."""
         response = await self._send(
@@ -338,7 +369,7 @@ class Engines:
         if _streams(response):
             return Relayed(response)
         try:
-            return await self._read(target, response, nbytes_max)
+            return await self._read(target, response)
         finally:
             response.close()
 
@@ -348,9 +379,7 @@ class Engines:
         """Run the request on the instance `target`. A streamed answer is returned as soon as it has
         a token, any other when it is complete. Raises EngineError."""
         if not ask.stream:
-            whole = await self._whole(
-                target, ask.path, body, headers, self._limits.answer_bytes, self._times.total_s
-            )
+            whole = await self._whole(target, ask.path, body, headers, None, self._times.total_s)
             return _counted(whole)
         try:
             async with asyncio.timeout(self._times.first_token_s):
@@ -359,15 +388,21 @@ class Engines:
             raise EngineSlow(target, f"no token came in {self._times.first_token_s:g} s") from error
 
     async def _stream(
-        self, target: CallTarget, path: str, body: bytes, headers: Mapping[str, str]
+        self, target: CallTarget, path: str, body: bytes, sent: Mapping[str, str]
     ) -> AnswerStream | Whole:
-        response = await self._send(target, path, body, headers)
+        response = await self._send(target, path, body, sent)
         try:
             if not _streams(response):
-                whole = await self._read(target, response, self._limits.answer_bytes)
+                whole = await self._read(target, response)
                 response.close()
                 return whole
-            stream = AnswerStream(target, response, self._times.idle_s, _passed(response))
+            headers = _passed(response)
+            encoding = headers.pop("content-encoding", "identity").strip().lower()
+            if encoding != "identity" and encoding not in KNOWN:
+                why = f"the instance's stream is compressed as {encoding[:32]!r}"
+                raise EngineUnfit(target, "engine_failed", why)
+            events = response if encoding == "identity" else Inflated(response)
+            stream = AnswerStream(target, events, self._times.idle_s, headers)
             await stream.begin()
         except BaseException:
             response.close()
@@ -380,7 +415,7 @@ class Engines:
         path: str,
         body: bytes,
         headers: Mapping[str, str],
-        nbytes_max: int = _PREFILL_BYTES_MAX,
+        nbytes_max: int | None = _PREFILL_BYTES_MAX,
         timeout_s: float | None = None,
     ) -> Whole:
         response = await self._send(
@@ -421,9 +456,15 @@ class Engines:
         if response.status == _FAILED:
             try:
                 words = await self._read(target, response, _WORDS_BYTES_MAX)
+            except EngineUnfit as error:
+                raise EngineGone(target, "it answers 500, and says too much") from error
             finally:
                 response.close()
             raise EngineFailed(target, words)
+        if response.status in _SHUT:
+            response.close()
+            log.error("%s refuses the gateway's key: %d", target.name, response.status)
+            raise EngineShut(target, f"it refuses the gateway's key: {response.status}")
         if response.status in _GONE:
             response.close()
             raise EngineGone(target, f"it answers {response.status}")
@@ -431,19 +472,27 @@ class Engines:
             # The operator has not allowed the redirect's target, and following it would send the
             # API key there. Nor is the redirect passed on to the client.
             response.close()
-            raise EngineOdd(target, f"it answers {response.status}: redirects lead nowhere")
+            why = f"the instance answers with a redirect ({response.status}), which leads nowhere"
+            raise EngineUnfit(target, "engine_failed", why)
         return response
 
-    async def _read(self, target: CallTarget, response: HttpAnswer, nbytes_max: int) -> Whole:
+    async def _read(
+        self, target: CallTarget, response: HttpAnswer, nbytes_max: int | None = None
+    ) -> Whole:
+        """The whole answer, of `limits.answer_bytes` at most if there is no other limit."""
+        limit = "" if nbytes_max else ", which is limits.answer_bytes of the gateway"
+        nbytes_max = nbytes_max or self._limits.answer_bytes
         try:
             body = await response.read(nbytes_max)
+        except TooLarge as error:
+            raise _too_large(target, f"{nbytes_max} bytes{limit}") from error
         except HttpFailure as error:
             raise _translated(target, error) from error
         return Whole(response.status, _passed(response), body)
 
 
 def _counted(whole: Whole) -> Whole:
-    tokens = answered_tokens(whole.body) if whole.good else 0
+    tokens = answered_tokens(whole.plain) if whole.good else 0
     return Whole(whole.status, whole.headers, whole.body, tokens)
 
 
@@ -464,8 +513,6 @@ def _translated(target: CallTarget, error: HttpFailure) -> EngineError:
     would take as long again."""
     if isinstance(error, Silent):
         return EngineSlow(target, f"no answer in time ({error})")
-    if isinstance(error, TooLarge):
-        return EngineOdd(target, str(error))
     if isinstance(error, Broken):
         return EngineDied(target, str(error))
     return EngineGone(target, str(error))

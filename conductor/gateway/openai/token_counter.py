@@ -98,9 +98,9 @@ class Counter:
         data = self._tail + data if self._tail else data
         end = _end_of_events(data)
         if len(data) - end > EVENT_BYTES_MAX:
-            raise TooLong(f"an event of more than {EVENT_BYTES_MAX} bytes")
+            raise TooLong(f"{EVENT_BYTES_MAX} bytes in an event")
         self._tail, whole = data[end:], data[:end]
-        for line in whole.split(b"\n"):
+        for line in whole.splitlines():
             if line.startswith(b"data:"):
                 before = self.tokens
                 self._read(line[5:].strip())
@@ -172,7 +172,7 @@ def _tokens(choice: _Choice) -> int:
 
 
 def _end_of_events(data: bytes) -> int:
-    """The offset where the last complete event ends; 0 if there is none. Lines end with LF or
-    CRLF."""
-    plain, dos = data.rfind(b"\n\n"), data.rfind(b"\n\r\n")
-    return max(plain + 2 if plain >= 0 else 0, dos + 3 if dos >= 0 else 0)
+    """The offset where the last complete event ends; 0 if there is none. Lines end with LF, CRLF or
+    CR, those of a stream alike."""
+    found = ((data.rfind(end), len(end)) for end in (b"\n\n", b"\n\r\n", b"\r\r"))
+    return max(at + length if at >= 0 else 0 for at, length in found)

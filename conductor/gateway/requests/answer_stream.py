@@ -27,12 +27,14 @@ import msgspec
 from starlette.responses import Response
 
 from ...errors import ConductorError, ConductorUnavailable, NotAuthorized
-from ...wire.answers import REASON_HEADER, Refusal, error, failed, refused, rejected
+from ...wire.answers import NOT_AGAIN, REASON_HEADER, Refusal, error, failed, refused, rejected
 from ..engines.engine_client import (
     AnswerStream,
     EngineBroke,
     EngineError,
+    EngineShut,
     EngineSlow,
+    EngineUnfit,
     Whole,
 )
 from ..openai.engine_bodies import last_events
@@ -40,7 +42,7 @@ from ..openai.openai_request import RESPONSES
 from .attempts import Attempts, Rejected, latin
 from .continuation import Continuation, continuable, with_ids
 from .placement import NoInstance, NoShards
-from .poison import NOT_AGAIN, Poisonous
+from .poison import Poisonous
 from .stream_latencies import StreamLatencies
 
 if TYPE_CHECKING:
@@ -210,6 +212,13 @@ class Serving(Response):
         except EngineSlow as failure:
             log.warning("%s", failure)
             return None, error(504, "engine_timeout", "the instance did not answer in time")
+        except EngineUnfit as failure:
+            log.warning("%s", failure)
+            return None, _unfit(failure)
+        except EngineShut as failure:
+            log.warning("%s", failure)
+            why = "instances refuse the gateway's key; its log names them"
+            return None, error(502, "misconfigured", why, headers=NOT_AGAIN)
         except EngineError as failure:
             log.warning("%s", failure)
             return None, error(502, "engine_failed", "no instance gave an answer; try again")
@@ -270,6 +279,11 @@ class Serving(Response):
             log.warning("a stream broke: %s", failure)
             gateway.breakers.failed(self._attempts.decodes, gateway.clock())
             return None
+        except EngineUnfit as failure:
+            log.warning("%s", failure)
+            gateway.metrics.broken.inc()
+            await self._last(send, as_event(_unfit(failure)))
+            return "cancelled"
         await self._last(send, b"")
         if answer.counter.failed:
             self._gateway.metrics.broken.inc()
@@ -390,6 +404,11 @@ async def _hung_up(receive: Receive) -> None:
 
 async def _body(send: Send, data: bytes, *, more: bool) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _unfit(failure: EngineUnfit) -> Response:
+    """The error response for an answer that can't be passed on."""
+    return error(502, failure.code, failure.why, headers=NOT_AGAIN)
 
 
 def _unplaced(failure: ConductorError) -> Response:

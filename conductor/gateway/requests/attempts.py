@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from ...errors import ConductorError, ConductorUnavailable
 from ...records import Rejection, RequestEvent
-from ..engines.engine_client import AnswerStream, EngineGone, Whole
+from ...wire.answers import NOT_AGAIN
+from ..engines.engine_client import AnswerStream, EngineGone, EngineShut, Whole
 from ..openai.openai_request import CHAT, COMPLETIONS, RESPONSES
 from .execution import handed_over
-from .poison import NOT_AGAIN, own_answer
+from .placement import NoInstance
+from .poison import own_answer
 
 if TYPE_CHECKING:
     from ...web.tracing import Span
@@ -94,6 +96,10 @@ class Attempts:
                 if len(failures) > gateway.config.reschedules:
                     raise
                 gateway.metrics.rescheduled.inc()
+            except NoInstance:
+                if failures and isinstance(failures[-1], EngineShut):
+                    raise failures[-1] from None  # that is why there is none
+                raise
 
     async def patient_answer(self, sized: Sized) -> AnswerStream | Whole:
         """`answer`, again and again while the conductor rejects for load, for as long as a stream

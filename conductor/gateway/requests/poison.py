@@ -21,8 +21,6 @@ from ..engines.engine_client import EngineDied, EngineFailed, EngineGone, Whole
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# OpenAI's clients try again after every 5xx that does not say this.
-NOT_AGAIN = {"x-should-retry": "false"}
 # How many instances may die of a request.
 _DEATHS_MAX = 2
 # What differs between two answers with the same words: ids, addresses, counts, times.

@@ -1,8 +1,12 @@
 """One answer to a scrape for all workers: the sum of their metrics.
 
 Each worker answers at a unix socket with its own metrics, in Prometheus' text format, and ends the
-connection. Whichever worker is scraped asks the others. One that does not answer in time, or is
-started again, is missing from the sum: Prometheus takes a counter that falls for a restart.
+connection. Whichever worker is scraped asks the others.
+
+Prometheus takes a counter that falls for a restart, and counts what is left once more. So what a
+worker tells is written to a file first: the counters in it stand for a worker that is gone or does
+not answer in time, and the worker that is started in its place goes on from them. What a worker
+that is killed has counted since it was asked last is lost.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ _NOT_SUMS: dict[str, Callable[[float, float], float]] = {
 
 
 class WorkerMetrics:
-    """The metrics of worker `own` of `workers`, whose text is `text()`; sockets are in `folder`."""
+    """The metrics of worker `own` of `workers`, whose text is `text()`; sockets and files are in
+    `folder`."""
 
     def __init__(self, folder: Path, own: int, workers: int, text: Callable[[], bytes]) -> None:
         self._folder, self._own, self._text = folder, own, text
+        self._before = ""  # the counters of the workers that were here before
         self._others = [number for number in range(workers) if number != own]
 
     @contextlib.asynccontextmanager
@@ -35,6 +41,7 @@ class WorkerMetrics:
         """Answer the other workers meanwhile. Raises OSError."""
         path = socket_of(self._folder, self._own)
         path.unlink(missing_ok=True)  # of the one that was here before
+        self._before = self._last_told(self._own)
         server = await asyncio.start_unix_server(self._answer, path)
         async with server:
             yield
@@ -42,7 +49,24 @@ class WorkerMetrics:
     async def of_all(self) -> bytes:
         """The sum over all workers."""
         texts = await asyncio.gather(*(self._ask(number) for number in self._others))
-        return merged([self._text().decode(), *filter(None, texts)]).encode()
+        return merged([self._told(), *texts]).encode()
+
+    def _told(self) -> str:
+        """This worker's metrics, once they are in its file."""
+        text = merged([self._text().decode(), self._before])
+        path = _file_of(self._folder, self._own)
+        new = path.with_suffix(".new")
+        with contextlib.suppress(OSError):  # a full disk hides no metrics
+            new.write_text(text)
+            new.replace(path)
+        return text
+
+    def _last_told(self, number: int) -> str:
+        """The counters that a worker told last; "" if it never was asked."""
+        try:
+            return counters(_file_of(self._folder, number).read_text())
+        except FileNotFoundError:
+            return ""
 
     async def _ask(self, number: int) -> str:
         try:
@@ -54,11 +78,11 @@ class WorkerMetrics:
                 finally:
                     writer.close()
         except (OSError, TimeoutError):
-            return ""
+            return self._last_told(number)
 
     async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
-            writer.write(self._text())
+            writer.write(self._told().encode())
             await writer.drain()
         writer.close()
 
@@ -66,6 +90,21 @@ class WorkerMetrics:
 def socket_of(folder: Path, worker: int) -> Path:
     """Where a worker answers with its metrics. It is there once the worker serves."""
     return folder / f"worker-{worker}.sock"
+
+
+def _file_of(folder: Path, worker: int) -> Path:
+    return folder / f"worker-{worker}.txt"
+
+
+def counters(text: str) -> str:
+    """Of a text, the metrics that only rise."""
+    kept, lines = False, list[str]()
+    for line in text.splitlines():
+        if line.startswith("# "):
+            kept = line.startswith("# TYPE ") and line.endswith((" counter", " histogram"))
+        if kept:
+            lines.append(line)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def merged(texts: Sequence[str]) -> str:

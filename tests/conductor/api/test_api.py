@@ -285,6 +285,7 @@ class TestSchedule:
             ({"namespace": "a"}, 400, "namespace goes with token_ids"),
             ({"request_id": ""}, 400, "request_id"),
             ({"request_id": "a/b"}, 400, "request_id"),
+            ({"request_id": ".."}, 400, "means something else in a URL"),
             ({"request_id": "a\nb"}, 400, "request_id"),
             ({"request_id": "a\u202eb"}, 400, "request_id"),
             ({"request_id": "a" * 257}, 400, "request_id"),
@@ -606,6 +607,7 @@ class TestPool:
             ("node-a", {"deadline": 1}, 422),
             ("a%0Ab", {}, 400),
             ("a" * 257, {}, 400),
+            ("%2E%2E", {}, 400),
         ],
     )
     def test_a_drain_that_makes_no_sense_is_refused(

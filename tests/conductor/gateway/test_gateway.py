@@ -716,6 +716,34 @@ class TestTheDoor:
 
         run(scenario)
 
+    def test_web_pages_of_allowed_origins(self) -> None:
+        async def scenario() -> None:
+            page, other = "https://chat.example.com", "https://evil.example"
+            ask = {"access-control-request-method": "POST"}
+            ask["access-control-request-headers"] = "authorization, content-type"
+            allow, path = "access-control-allow-origin", "/v1/completions"
+            async with cluster(Engine("m0")) as it:
+                for headers in ({"origin": page, **ask}, {"origin": page}):
+                    response = await it.http.options(path, headers=headers)
+                    assert response.status_code == 405
+                    assert allow not in response.headers
+            async with cluster(Engine("m0"), config=changed(allowed_origins=(page,))) as it:
+                response = await it.http.options(path, headers={"origin": page, **ask})
+                assert (response.status_code, response.headers[allow]) == (200, page)
+                assert "authorization" in response.headers["access-control-allow-headers"]
+                for stream in (True, False):
+                    body = {"prompt": PROMPT, "stream": stream}
+                    response = await it.post(body, headers={"origin": page})
+                    assert (response.status_code, response.headers[allow]) == (200, page)
+                response = await it.post({"model": 7}, headers={"origin": page})
+                assert (response.status_code, response.headers[allow]) == (400, page)
+                response = await it.http.options(path, headers={"origin": other, **ask})
+                assert response.status_code == 400
+                assert allow not in (await it.post(body, headers={"origin": other})).headers
+                assert allow not in (await it.post(body)).headers
+
+        run(scenario)
+
     def test_without_keys_only_this_machine(self) -> None:
         async def scenario() -> None:
             async with cluster(Engine("m0")) as it:
@@ -780,7 +808,8 @@ class TestTheDoor:
                 assert models["object"] == "list"
                 assert [one["id"] for one in models["data"]] == [MODEL]
                 assert (await it.http.get("/livez")).json()["status"] == "ok"
-                assert (await it.http.get("/readyz")).status_code == 200
+                for path in ("/readyz", "/health", "/ping"):
+                    assert (await it.http.get(path)).status_code == 200
                 answer = await it.post({"prompt": PROMPT, "stream": True})
                 text = (await it.http.get("/metrics")).content
                 answers = {"route": "/v1/completions", "status": "200"}
@@ -817,6 +846,8 @@ class TestTheDoor:
     def test_not_ready_without_instances(self) -> None:
         async def scenario() -> None:
             async with cluster() as it:
+                for path in ("/health", "/ping"):
+                    assert (await it.http.get(path)).status_code == 503
                 response = await it.http.get("/readyz")
                 assert response.status_code == 503
                 assert response.json()["reasons"] == ["no instance is known"]

@@ -5,14 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
 import json
 import re
+import zlib
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from gatewaysupport import TIMES, Engine, changed, cluster, only_the_first_dies, run, skip, until
+from gatewaysupport import (
+    MODEL,
+    TIMES,
+    Engine,
+    changed,
+    cluster,
+    only_the_first_dies,
+    run,
+    skip,
+    until,
+)
 
 from tiffin.conductor.client.http_session import NotConnected
 from tiffin.conductor.errors import ConductorUnavailable, UnknownModel
@@ -390,8 +402,125 @@ class TestAnInstanceIsOdd:
             limits = GatewayLimits(answer_bytes=1024)
             engine = Engine("m0", odd=(kind, b"x" * (5 << 20)))
             async with cluster(engine, config=changed(limits=limits)) as it:
-                response = await it.post({"prompt": PROMPT, "stream": stream})
+                for _ in range(4):
+                    response = await it.post({"prompt": PROMPT, "stream": stream})
+                    assert response.status_code == 502
+                    error = response.json()["error"]
+                    assert error["code"] == "answer_too_large"
+                    limit = "4194304 bytes in an" if stream else "1024 bytes, which is limits.answ"
+                    assert limit in error["message"]
+                    assert response.headers["x-should-retry"] == "false"
+                assert len(engine.completions) == 4
+                assert it.gateway.breakers.open(it.gateway.clock()) == []
+
+        run(scenario)
+
+    def test_an_event_that_does_not_end_behind_others(self) -> None:
+        async def scenario() -> None:
+            content = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n' + b"x" * (5 << 20)
+            engines = [Engine(name, odd=("text/event-stream", content)) for name in ("m0", "m1")]
+            async with cluster(*engines) as it:
+                for number in range(1, 5):
+                    response = await it.post({"prompt": PROMPT, "stream": True})
+                    first, last = response.content.split(b"\n\n")[:2]
+                    assert b'"text": "a"' in first
+                    assert b"answer_too_large" in last
+                    assert len(engines[0].completions + engines[1].completions) == number
+                assert it.gateway.breakers.open(it.gateway.clock()) == []
+
+        run(scenario)
+
+    @pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity", "br"])
+    def test_a_stream_that_comes_compressed_or_ends_lines_with_cr(self, encoding: str) -> None:
+        async def scenario() -> None:
+            pack = {"gzip": gzip.compress, "deflate": zlib.compress}.get(encoding, bytes)
+            events = b"".join(Engine("").events(chat=True)).replace(b"\n", b"\r")
+            engines = [
+                Engine(name, odd=("text/event-stream", pack(events)), encoding=encoding)
+                for name in ("m0", "m1")
+            ]
+            async with cluster(*engines) as it:
+                for _ in range(4):
+                    response = await it.post({"messages": CHAT, "stream": True}, "chat/completions")
+                    if encoding == "br":
+                        assert response.status_code == 502
+                        assert "compressed as 'br'" in response.json()["error"]["message"]
+                        assert response.headers["x-should-retry"] == "false"
+                    else:
+                        assert response.content == events
+                        assert "content-encoding" not in response.headers
+                asked = {headers["accept-encoding"] for _, _, headers in engines[0].calls}
+                assert asked <= {"identity"}
+                assert it.gateway.breakers.open(it.gateway.clock()) == []
+
+        run(scenario)
+
+    @pytest.mark.parametrize(("mib", "status"), [(3, 200), (5, 502)])
+    def test_a_few_bytes_that_become_many(self, mib: int, status: int) -> None:
+        async def scenario() -> None:
+            text = "a" * (mib << 20)
+            event = (
+                f'data: {{"choices": [{{"text": "{text}", "finish_reason": "stop"}}]}}\n\n'.encode()
+            )
+            engine = Engine("m0", odd=("text/event-stream", gzip.compress(event)), encoding="gzip")
+            async with cluster(engine) as it:
+                response = await it.post({"prompt": PROMPT, "stream": True})
+                assert response.status_code == status
+                assert (response.content == event) == (status == 200)
+
+        run(scenario)
+
+    @pytest.mark.parametrize("right", [True, False])
+    def test_an_answer_in_one_piece_that_comes_compressed(self, right: bool) -> None:
+        async def scenario() -> None:
+            said = b'{"usage": {"completion_tokens": 7}}'
+            body = gzip.compress(said) if right else said
+            engine = Engine("m0", odd=("application/json", body), encoding="gzip")
+            async with cluster(engine) as it:
+                async with it.http.stream(
+                    "POST", "/v1/completions", json={"model": MODEL, "prompt": PROMPT}
+                ) as response:
+                    assert response.headers["content-encoding"] == "gzip"
+                    assert b"".join([piece async for piece in response.aiter_raw()]) == body
+                assert it.number("answered_tokens_total") == 7
+
+        run(scenario)
+
+    def test_a_stream_that_is_not_compressed_as_it_says(self) -> None:
+        async def scenario() -> None:
+            odd = ("text/event-stream", b"data: {}\n\n")
+            async with cluster(Engine("m0", odd=odd, encoding="gzip")) as it:
+                response = await it.post({"prompt": PROMPT, "stream": True})
+                assert response.status_code in (502, 503)
+
+        run(scenario)
+
+    def test_a_redirect_is_not_followed_nor_asked_for_again(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0", status=307)) as it:
+                response = await it.post({"prompt": PROMPT})
                 assert response.status_code == 502
+                assert "redirect (307)" in response.json()["error"]["message"]
+                assert response.headers["x-should-retry"] == "false"
+
+        run(scenario)
+
+    @pytest.mark.parametrize("status", [401, 403])
+    def test_an_instance_that_has_another_key(
+        self, status: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async def scenario() -> None:
+            odd, right = Engine("m0", status=status), Engine("m1")
+            async with cluster(odd, right) as it:
+                for _ in range(8):
+                    assert (await it.post({"prompt": PROMPT})).status_code == 200
+                right.status = status
+                response = await it.post({"prompt": PROMPT})
+                assert response.status_code == 502
+                assert response.json()["error"]["code"] == "misconfigured"
+                assert response.headers["x-should-retry"] == "false"
+            assert odd.completions
+            assert f"m0 refuses the gateway's key: {status}" in caplog.text
 
         run(scenario)
 

@@ -106,16 +106,19 @@ STREAM = b"".join(
 )
 
 
-@given(cuts=st.lists(st.integers(0, len(STREAM))))
-def test_however_a_stream_is_cut_it_passes_whole_events(cuts: list[int]) -> None:
+CR_ALONE = STREAM.replace(b"\r\n", b"\n").replace(b"\n", b"\r")
+
+
+@given(cuts=st.lists(st.integers(0, len(STREAM))), stream=st.sampled_from([STREAM, CR_ALONE]))
+def test_however_a_stream_is_cut_it_passes_whole_events(cuts: list[int], stream: bytes) -> None:
     counter = Counter()
     passed = b""
     edges = [0, *sorted(cuts), len(STREAM)]
     for start, stop in pairwise(edges):
-        piece = counter.feed(STREAM[start:stop])
-        assert piece == b"" or piece.endswith((b"\n\n", b"\n\r\n"))
+        piece = counter.feed(stream[start:stop])
+        assert piece == b"" or piece.endswith((b"\n\n", b"\n\r\n", b"\r\r"))
         passed += piece
-    assert passed + counter.rest() == STREAM
+    assert passed + counter.rest() == stream
     assert counter.tokens == 5
     assert counter.ended
     assert not counter.failed

@@ -118,6 +118,40 @@ def test_a_worker_that_does_not_answer_is_left_out(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_counters_do_not_fall_when_a_worker_ends(tmp_path: Path) -> None:
+    """Whether it is gone, started again, or ended once more: what was told of it stays."""
+    asked = 'tiffin_gateway_requests_total{route="/x",status="200"}'
+    took = "tiffin_gateway_request_duration_seconds_count"
+
+    def worker(number: int, requests: int) -> WorkerMetrics:
+        metrics = GatewayMetrics()
+        metrics.requests.labels("/x", "200").inc(requests)
+        metrics.in_flight.set(requests)
+        for _ in range(requests):
+            metrics.total_s.observe(0.1)
+        return WorkerMetrics(tmp_path, number, 2, metrics.text)
+
+    async def numbers(one: WorkerMetrics) -> list[float]:
+        told = dict(line.rsplit(" ", 1) for line in (await one.of_all()).decode().splitlines())
+        names = (asked, took, "tiffin_gateway_requests_in_flight", "tiffin_gateway_workers")
+        return [float(told[name]) for name in names]
+
+    async def scenario() -> None:
+        first = worker(0, 3)
+        async with first.served():
+            async with worker(1, 4).served():
+                assert await numbers(first) == [7, 7, 7, 2]
+            assert await numbers(first) == [7, 7, 3, 1]
+            other = worker(1, 2)
+            async with other.served():
+                assert await numbers(first) == [9, 9, 5, 2]
+                assert await numbers(other) == [9, 9, 5, 2]
+            async with worker(1, 0).served():
+                assert await numbers(first) == [9, 9, 3, 2]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.full
 def test_they_are_one_gateway(tmp_path: Path) -> None:
     """One port, one sum of metrics; a worker that is killed is started again, and the others serve
@@ -156,10 +190,11 @@ def test_they_are_one_gateway(tmp_path: Path) -> None:
                 children = [int(pid) for pid in file.read().split()]
             assert len(children) == 2
             os.kill(children[0], signal.SIGKILL)
-            while number("tiffin_gateway_workers") != 1:
-                assert time.monotonic() < deadline
-            while number("tiffin_gateway_workers") != 2:
-                assert time.monotonic() < deadline
+            for workers in (1, 2):
+                while number("tiffin_gateway_workers") != workers:
+                    assert time.monotonic() < deadline
+                told = number('tiffin_gateway_requests_total{route="/v1/completions"')
+                assert told == asked, "a counter does not fall"
             status, log = process.end(signal.SIGTERM)
     assert status == 0, log
     assert f"the gateway answers at {url}/v1" in log

@@ -16,6 +16,7 @@ import pytest
 from apisupport import Recorder
 from serversupport import served
 
+from tiffin.conductor.service import http_protocol
 from tiffin.conductor.web.auth import ALL_RIGHTS, Grant, Tokens
 from tiffin.conductor.web.connection_limits import ConnectionLimits
 
@@ -48,6 +49,13 @@ def rest(client: socket.socket) -> bytes:
         while more := client.recv(65536):
             received += more
     return received
+
+
+def trickle(client: socket.socket) -> None:
+    """Send little until the connection breaks."""
+    while True:
+        client.sendall(b"x")
+        time.sleep(0.01)
 
 
 def answer(client: socket.socket) -> bytes:
@@ -324,3 +332,53 @@ class TestRoom:
                 assert status(answer(client)) == 401
                 wrong.append(client)
             assert sum(map(is_open, wrong)) <= self.LIMITS.strangers
+
+
+class TestBodiesOfAnsweredRequests:
+    """A client that reads only once it has sent all gets its answer, unless that is very much."""
+
+    POST = b"POST /v1/schedule HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    SIZED, PIECED = b"Content-Length: %d\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"
+    # More than fits into the buffers between two sockets.
+    PIECE, PIECES = b"x" * (1 << 20), 16
+
+    @pytest.mark.parametrize("chunked", [True, False])
+    def test_are_read_to_their_end(self, chunked: bool) -> None:
+        with served(Recorder()) as url, connect(url) as client:
+            nbytes = len(self.PIECE) * self.PIECES
+            client.sendall(self.POST + (self.PIECED if chunked else self.SIZED % nbytes))
+            for _ in range(self.PIECES):
+                client.sendall(
+                    b"%x\r\n%b\r\n" % (len(self.PIECE), self.PIECE) if chunked else self.PIECE
+                )
+            if chunked:
+                client.sendall(b"0\r\n\r\n")
+            found = rest(client)
+        assert status(found) == 413
+        assert b"too_large" in found
+        assert b"connection: close" in found.lower()
+
+    def test_of_strangers_too(self) -> None:
+        with served(Recorder(), TOKENS) as url, connect(url) as client:
+            client.sendall(self.POST + self.SIZED % (len(self.PIECE) * self.PIECES))
+            for _ in range(self.PIECES):
+                client.sendall(self.PIECE)
+            assert status(answer(client)) == 401
+            client.sendall(AUTHORISED)
+            assert status(answer(client)) == 200
+
+    def test_are_cut_off_at_a_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(http_protocol, "DROPPED_BYTES_MAX", 1 << 20)
+        for tokens in (None, TOKENS):
+            with served(Recorder(), tokens) as url, connect(url) as client:
+                client.sendall(self.POST + self.SIZED % ENDLESS_BYTES)
+                with pytest.raises(ConnectionError):
+                    client.sendall(bytes(ENDLESS_BYTES))
+
+    def test_are_cut_off_after_a_time(self) -> None:
+        limits = ConnectionLimits(head_s=0.05)
+        with served(Recorder(), connections=limits) as url, connect(url) as client:
+            client.sendall(self.POST + self.SIZED % ENDLESS_BYTES)
+            assert status(rest(client)) == 413
+            with pytest.raises(ConnectionError):
+                trickle(client)

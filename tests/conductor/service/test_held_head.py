@@ -35,7 +35,7 @@ class Transport:
 def scenario(steps: Any) -> list[bytes]:
     async def run() -> list[bytes]:
         transport = Transport()
-        await steps(HeldHead(transport, asyncio.get_running_loop()))  # type: ignore[arg-type]
+        await steps(HeldHead(transport, asyncio.get_running_loop(), lambda: False))  # type: ignore[arg-type]
         return transport.sent
 
     return asyncio.run(run())

@@ -77,6 +77,17 @@ def refused(url: str, ca: Path | None) -> str:
 
 
 class TestTheConductor:
+    def test_a_body_that_is_too_large_gets_its_answer(
+        self, conductor: str, ours: Authority
+    ) -> None:
+        """Over TLS as without: all of it is sent before the answer is read."""
+        content = bytes(16 << 20)
+        headers = {"content-type": "application/json"}
+        with httpx.Client(base_url=conductor, verify=trusting(ours), trust_env=False) as http:
+            for _ in range(2):
+                response = http.post("/v1/schedule", content=content, headers=headers)
+                assert response.status_code == 413
+
     def test_a_client_that_knows_its_ca(self, conductor: str, ours: Authority) -> None:
         with ConductorClient(conductor, tls_ca=ours.ca) as client:
             client.register(InstanceSpec("i0", MODEL, Role.MIXED, PROFILE))
