@@ -129,11 +129,10 @@ class Holdings:
         number = self.index.find(name, "hbm")
         if number is None:
             return 0
-        guesses = {
-            *self._routed.known(number, keys),
-            *self._doubted.known(number, keys),
-        }
-        return next((at for at, key in enumerate(keys) if key in guesses), len(keys))
+        guesses = {*self._routed.known(number, keys), *self._doubted.known(number, keys)}
+        if not guesses:
+            return len(keys)
+        return next(at for at, key in enumerate(keys) if key in guesses)
 
     def routed(self, name: str, keys: Sequence[bytes], now: float) -> None:
         """Record that a prompt with these blocks was routed to this instance, or used there again.
