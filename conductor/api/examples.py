@@ -28,6 +28,7 @@ BODIES: dict[str, Any] = {
         "profile": "llama-3.1-8b.h100.tp1.vllm",
         "url": "http://127.0.0.1:8000",
         "node": "node-a",
+        "block_bytes": 67108864,
         "load": {"queued_prefill_tokens": 12000, "running": 0},
     },
     "flip": {"role": "decode"},

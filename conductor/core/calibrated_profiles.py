@@ -5,8 +5,10 @@ which compare like with like: nothing that is due to the load may look like slow
 
 **Prefill**: the seconds from `prefill_began` to `prefill_done` (or the first token, where the same
 instance decodes), less those of loading blocks from the node's tiers, against the profile for the
-tokens that were computed. From an engine that does not tell when it begins, only requests count
-that had nothing to wait for: those that came to an empty queue, and fetch nothing.
+tokens that were computed. A prefill that may have loaded much does not count: also of blocks that
+are guessed to be in the instance's HBM, since an engine without a cache of its own loads them. From
+an engine that does not tell when it begins, only requests count that had nothing to wait for: those
+that came to an empty queue, and fetch nothing.
 
 **Decode**: a request that has got `count` tokens has been through `count` steps. By the profile,
 `N = ∫ dt / step(t)` of them would have been in that time, and N / count is the factor. `step(t)` is
@@ -167,13 +169,13 @@ class CalibratedProfiles:
             return
         flight.prefill_observed = True
         instance = self._cluster.name(flight.prefill_row)
-        compute_s, load_s = self._compute_s(flight), self._load_s(flight)
+        compute_s, (load_s, most_s) = self._compute_s(flight), self._load_s(flight)
         work = self._works[instance]
         began_at = flight.prefill_began_at
         work.prefilled(began_at, compute_s, now)
         if began_at is None and flight.alone:
             began_at = flight.decided_at
-        if began_at is None or load_s > _LOAD_SHARE_MAX * compute_s:
+        if began_at is None or most_s > _LOAD_SHARE_MAX * compute_s:
             return
         if self._had_no_decodes(work, flight.prefill_row, began_at):
             self._observe(instance, "prefill", compute_s, now - began_at - load_s, now)
@@ -253,15 +255,19 @@ class CalibratedProfiles:
         prompt = flight.request.prompt_tokens
         return float(prefill_s(c0, c1, c2, prompt, prompt - _computed_tokens(flight)))
 
-    def _load_s(self, flight: InflightRequest) -> float:
-        """Seconds to load the blocks that are not in the instance's own HBM, as from DRAM."""
+    def _load_s(self, flight: InflightRequest) -> tuple[float, float]:
+        """Seconds to load the blocks that are not in the instance's own HBM, as from DRAM: as is
+        expected, and at most. Blocks that are only guessed to be in HBM may come from the node."""
         row, spec = flight.prefill_row, self._cluster.specs[flight.prefill_row]
         assert spec is not None
         cached = flight.request.prompt_tokens - _computed_tokens(flight)
-        in_hbm = max(flight.hbm_blocks, flight.part_tokens / spec.block_tokens)
-        blocks = max(cached / spec.block_tokens - in_hbm, 0.0)
-        byte_s = 1.0 / self._transfers.settings.dram_bandwidth_bytes_s
-        return blocks * self._cluster.block_bytes.item(row) * byte_s
+        expected = max(flight.hbm_blocks * spec.block_tokens, flight.part_tokens)
+        sure = flight.reported_tokens if spec.node else expected
+        block_s = self._cluster.block_bytes.item(row) / (
+            self._transfers.settings.dram_bandwidth_bytes_s
+        )
+        token_s = block_s / spec.block_tokens
+        return max(cached - expected, 0) * token_s, max(cached - sure, 0) * token_s
 
     def _step_s(self, instance: str, batch: int, context: int) -> float:
         """Seconds of a decode step, by the profile."""

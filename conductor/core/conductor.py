@@ -47,7 +47,7 @@ from ..state.id_allocator import Names
 from ..state.inflight_prefills import Computing
 from ..state.input_checks import check_alike, check_instance, check_load, check_request
 from ..state.instance_table import Cluster
-from ..state.part_keys import INDEXED_PARTS_MAX
+from ..state.part_keys import INDEXED_PARTS_MAX, PART_TOKENS
 from ..state.prefix_index import PrefixIndex
 from ..state.sliced_work import finished
 from . import refusals
@@ -446,6 +446,7 @@ class Conductor:
             return self._refuse(request, refused, now)
         self._make_way(preempted, request.id, now)
         held = self.dispatch.holds(request.id)
+        flight.reported_tokens = self._reported_tokens(flight)
         self.bookings.decided(flight, now, held=held)
         ready_at = now + flight.prefilled_s
         node_number = int(self.cluster.node[flight.prefill_row])
@@ -482,6 +483,14 @@ class Conductor:
         self._counts["decided"] += 1
         self._logged(decision)
         return decision
+
+    def _reported_tokens(self, flight: InflightRequest) -> int:
+        """The first tokens of a prompt that its prefill instance has reported in its HBM."""
+        request, name = flight.request, flight.decision.prefill
+        blocks = self.holdings.reported(name, request.keys[: flight.hbm_blocks])
+        parts = self.parts.reported(name, request.part_keys[: flight.part_tokens // PART_TOKENS])
+        block_tokens = self.cluster.spec(name).block_tokens
+        return max(blocks * block_tokens, parts * PART_TOKENS)
 
     def _offered(self, request: Request, computed_tokens: int | None, now: float) -> PromptSums:
         """Count a request as demand, unless it was counted before."""

@@ -89,6 +89,7 @@ class InflightRequest:
     decode_tokens: int = 0
     hbm_blocks: int = 0  # leading blocks that its prefill instance had in HBM
     part_tokens: int = 0  # and its first tokens there, by part keys
+    reported_tokens: int = 0  # of both, the first ones that its engine has reported there
     fetches: tuple[Move, ...] = ()
     handover: tuple[Move, ...] = ()
     prefilled_s: float = 0.0  # from the decision to the end of the prefill, as predicted

@@ -123,6 +123,17 @@ class Holdings:
         do not count: they are about other tiers."""
         return (name, "hbm") in self._speaking
 
+    def reported(self, name: str, keys: Sequence[bytes]) -> int:
+        """Of blocks that the index has in an instance's HBM, how many come before the first one
+        that is only a guess."""
+        number = self.index.find(name, "hbm")
+        if number is None:
+            return 0
+        guesses = {*self._routed.known(number, keys), *self._doubted.known(number, keys)}
+        if not guesses:
+            return len(keys)
+        return next(at for at, key in enumerate(keys) if key in guesses)
+
     def routed(self, name: str, keys: Sequence[bytes], now: float) -> None:
         """Record that a prompt with these blocks was routed to this instance, or used there again.
         Raises InvalidRequest when there are too many holders."""

@@ -112,18 +112,22 @@ class BlockHolders(Protocol):
         """The label "name/tier" of a holder."""
 
 
+def _no_seconds(sources: Sequence[str], target: str, nbytes: int) -> Sequence[float]:
+    return [0.0] * len(sources)
+
+
 @dataclass(slots=True)
 class PoolView:
     """A snapshot of the nodes for one tick; it caches look-ups, so the next tick needs a new one.
 
-    `seconds(source, target, nbytes)` is how long a copy takes; `serving(model)` names the nodes
-    that run beside instances of a model (None: all nodes).
+    `seconds(sources, target, nbytes)` is how long a copy from each source takes; `serving(model)`
+    names the nodes that run beside instances of a model (None: all nodes).
     """
 
     nodes: Mapping[str, NodeSpace]
     index: BlockHolders
     popularity: Popularity
-    seconds: Callable[[str, str, int], float] = lambda source, target, nbytes: 0.0
+    seconds: Callable[[Sequence[str], str, int], Sequence[float]] = _no_seconds
     serving: Callable[[str], Collection[str]] | None = None
     _names: dict[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _hot: tuple[int, float, list[HotPrefix]] = field(default=(-1, 0.0, []), repr=False)
@@ -152,6 +156,15 @@ class PoolView:
                 break
             lengths.update(dict.fromkeys(alive, run.stop))
         return lengths
+
+    def lacked(self, keys: tuple[bytes, ...], node: str) -> tuple[bytes, ...]:
+        """The keys before the first of `keys` that a node has."""
+        start = 0
+        for run in self.index.match(keys).runs:
+            if node in self.nodes_of(run.holders):
+                return keys[:start]
+            start = run.stop
+        return keys
 
     def nodes_of(self, holders: int) -> set[str]:
         """The nodes among `holders`, a mask with one bit per holder."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..cost.transfer_model import TIERS
 from ..errors import ConductorError, Conflict, InvalidRequest, UnknownNode
 from ..records import Status
@@ -484,9 +486,11 @@ class Steering:
     def _pool(self, nodes: Mapping[str, NodeSpace], now: float) -> PoolView:
         core = self._core
 
-        def seconds(source: str, target: str, nbytes: int) -> float:
-            numbers = core.cluster.find_node(source), core.cluster.find_node(target)
-            return float(core.transfers.seconds(numbers[0], _DRAM, numbers[1], nbytes, now))
+        def seconds(sources: Sequence[str], target: str, nbytes: int) -> list[float]:
+            numbers = np.array([core.cluster.find_node(name) for name in sources])
+            to = core.cluster.find_node(target)
+            found: list[float] = core.transfers.seconds(numbers, _DRAM, to, nbytes, now).tolist()
+            return found
 
         def serving(model: str) -> set[str]:
             specs = map(core.cluster.spec, core.cluster.names)

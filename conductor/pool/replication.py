@@ -25,8 +25,9 @@ with each failure in a row.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count, islice
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -38,7 +39,7 @@ from ..state.sliced_work import finished
 from .orders import LOST_S, NO_PARENT, ORDER_BLOCKS_MAX, Copy, Drop, Ended
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ..state.sliced_work import Work
     from .orders import Order, PoolView, Takers
@@ -344,7 +345,7 @@ class Replication:
             poor = self._bucket.left_bytes < prefix.block_bytes
             if poor or len(self._under_way) >= own.orders_max:
                 break
-            orders += self._spread(prefix, coming, pool, now)
+            orders += yield from self._spread(prefix, coming, pool, now)
         return orders
 
     def _goal(self, share: float, nodes: int) -> int:
@@ -355,8 +356,9 @@ class Replication:
 
     def _spread(
         self, prefix: HotPrefix, coming: dict[str, set[bytes]], pool: PoolView, now: float
-    ) -> list[Copy]:
-        """Copies of one prefix: to nodes with demand for it, and to as many as its share needs."""
+    ) -> Work[list[Copy]]:
+        """Copies of one prefix: to nodes with demand for it, and to as many as its share needs.
+        Each target is a piece of its own: 0.1 ms."""
         own, keys = self.settings, prefix.keys
         held, takers = pool.leading(keys), pool.index_of_takers(prefix.model)
         if not held or not takers.names:
@@ -364,9 +366,12 @@ class Replication:
         # Only these nodes have a block of the prefix, or will have one.
         some = {name for name, coming_keys in coming.items() if keys[0] in coming_keys}
         some |= self._kept_on.get(keys[0], set()) | held.keys()
+        holders = cache(pool.holders)  # the nodes ask about the same few blocks
         have = {
-            name: self._with_coming(name, keys, held, coming, pool) for name in some & takers.known
+            name: self._with_coming(name, keys, held, coming, holders)
+            for name in some & takers.known
         }
+        yield
         held = self._staying(keys, held, now)
         replicas = sum(blocks == len(keys) for blocks in have.values())
         goal = self._goal(prefix.share, len(takers.names))
@@ -379,6 +384,7 @@ class Replication:
         orders: list[Copy] = []
         tries = 0
         for name in self._in_order(takers, wants, have, len(keys), now):
+            yield
             wanted = name in wants
             if replicas >= own.replicas_max or (not wanted and replicas >= goal):
                 break  # the nodes that follow want it less
@@ -420,7 +426,7 @@ class Replication:
         keys: tuple[bytes, ...],
         held: dict[str, int],
         coming: dict[str, set[bytes]],
-        pool: PoolView,
+        holders: Callable[[bytes], set[str]],
     ) -> int:
         """How many leading blocks a node will have when the copies under way have arrived."""
         blocks = held.get(node, 0)
@@ -431,7 +437,7 @@ class Replication:
         while blocks < len(keys) and (
             keys[blocks] in ordered
             or (node, keys[blocks]) in self._kept
-            or node in pool.holders(keys[blocks])
+            or node in holders(keys[blocks])
         ):
             blocks += 1
         return blocks
@@ -465,7 +471,9 @@ class Replication:
         source = self._source(target, begin, begin + blocks, held, prefix.block_bytes, pool)
         if source is None:
             return None
-        keys = self._lacked(prefix.keys[begin : min(begin + blocks, held[source])], target, pool)
+        keys = pool.lacked(prefix.keys[begin : min(begin + blocks, held[source])], target)
+        if not keys:
+            return None  # they have come since the first piece
         nbytes = len(keys) * prefix.block_bytes
         parent = prefix.keys[begin - 1] if begin else NO_PARENT
         number = next(self._counter)
@@ -483,7 +491,7 @@ class Replication:
         if (
             len(self._under_way) >= own.orders_max
             or self.resting(target, now)
-            or self._busy(target=target) >= own.orders_per_node_max
+            or self._busy(target) >= own.orders_per_node_max
             or self._is_cooling(target, prefix.keys[begin], now)
         ):
             return 0
@@ -508,29 +516,22 @@ class Replication:
         pool: PoolView,
     ) -> str | None:
         """The source node with most of blocks [begin, end), and of equals the fastest."""
-        able = [
-            name
+        busy = Counter(order.source for order, _ in self._under_way.values())
+        able = {
+            name: min(blocks, end) - begin
             for name, blocks in held.items()
-            if name != target
-            and blocks > begin
-            and self._busy(source=name) < self.settings.orders_per_node_max
-        ]
+            if name != target and blocks > begin and busy[name] < self.settings.orders_per_node_max
+        }
+        most = max(able.values(), default=0)
+        equals = sorted(name for name, blocks in able.items() if blocks == most)
+        if not equals:
+            return None
+        seconds = pool.seconds(equals, target, most * block_bytes)
+        return min(zip(seconds, equals, strict=True))[1]
 
-        def rank(name: str) -> tuple[int, float, str]:
-            blocks = min(held[name], end) - begin
-            return -blocks, pool.seconds(name, target, blocks * block_bytes), name
-
-        return min(able, key=rank, default=None)
-
-    def _lacked(self, keys: tuple[bytes, ...], node: str, pool: PoolView) -> tuple[bytes, ...]:
-        """The keys before the first of `keys` that a node has."""
-        first = next((i for i, key in enumerate(keys) if node in pool.holders(key)), len(keys))
-        return keys[:first]
-
-    def _busy(self, *, target: str = "", source: str = "") -> int:
-        """Copies under way to, or from, a node."""
-        orders = [order for order, _ in self._under_way.values()]
-        return sum(target == order.target or source == order.source for order in orders)
+    def _busy(self, target: str) -> int:
+        """Copies under way to a node."""
+        return sum(target == order.target for order, _ in self._under_way.values())
 
     # -- small -------------------------------------------------------------------------------------
 

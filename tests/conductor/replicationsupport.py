@@ -55,7 +55,9 @@ class World:
             self.spaces,
             self.index,
             self.popularity,
-            lambda source, target, nbytes: self.speeds.get((source, target), 1.0),
+            lambda sources, target, nbytes: [
+                self.speeds.get((source, target), 1.0) for source in sources
+            ],
         )
 
     def has(self, node: str, keys: Sequence[bytes], tier: str = "dram") -> None:

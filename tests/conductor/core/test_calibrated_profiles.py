@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conductor.coresupport import PROFILE, conductor, prompt, spec, tell
+from tests.conductor.coresupport import BLOCK, PROFILE, conductor, keys, prompt, spec, tell
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_model import decode_step_s, prefill_s
-from tiffin.conductor.records import Decision, Load, RequestEvent, Role
+from tiffin.conductor.cost.transfer_model import TransferSettings
+from tiffin.conductor.events.index_updates import Added, Cleared
+from tiffin.conductor.records import Decision, Load, Request, RequestEvent, Role
 
 if TYPE_CHECKING:
     from tiffin.conductor.core import Conductor
@@ -91,6 +93,49 @@ class TestPrefill:
         tell(made, "r", "prefill_began", now=0.0)
         tell(made, "r", "finished", now=50.0)
         assert made.calibration.prefill.observations("p") == 0
+
+
+class TestLoads:
+    """Prompts of which an instance computes the last 600 tokens, and has the others somewhere."""
+
+    HEAD = keys("head", 16)
+    TOKENS = 16 * BLOCK + 600
+    COMPUTED_S = float(prefill_s(*KNOWN.prefill, TOKENS, 16 * BLOCK))
+    LOAD_S = 16 * (160 << 20) / TransferSettings().dram_bandwidth_bytes_s
+
+    def factor_after(self, made: Conductor, took_s: float) -> float:
+        now = 1.0
+        for at in range(20):
+            name = f"r{at}"
+            decision = made.schedule(Request(name, "m", self.TOKENS, self.HEAD), now)
+            assert isinstance(decision, Decision)
+            assert decision.cached_tokens == 16 * BLOCK
+            made.observe(RequestEvent(name, "prefill_began", 600), now)
+            now += took_s
+            tell(made, name, "prefill_done", "first_token", "finished", now=now)
+        return factors(made, "p", now)[0]
+
+    @pytest.mark.parametrize("speaks", [True, False])
+    def test_of_what_is_only_guessed_to_be_in_hbm_they_are_not_work(self, speaks: bool) -> None:
+        """An engine without a cache of its own loads what the index guesses that it has."""
+        made = apart()
+        if speaks:
+            made.apply(Cleared("p", ("hbm",)), 0.0)
+        made.apply(Added("node-p", "dram", self.HEAD), 0.0)
+        factor = self.factor_after(made, self.COMPUTED_S + self.LOAD_S)
+        assert made.holdings.guessed_blocks
+        assert factor == pytest.approx(1.0)
+
+    @pytest.mark.parametrize(("node", "reports"), [("node-p", True), ("", True), ("", False)])
+    def test_none_is_assumed_of_what_can_only_be_in_hbm(self, node: str, reports: bool) -> None:
+        """The engine has reported it, or has no node that could give it."""
+        prefills = spec("p", Role.PREFILL, node=node)
+        made = conductor(prefills, spec("d", Role.DECODE), calibration={"step": 0.1})
+        if reports:
+            made.apply(Added("p", "hbm", self.HEAD), 0.0)
+        else:
+            made.holdings.routed("p", self.HEAD, 0.0)
+        assert self.factor_after(made, 1.4 * self.COMPUTED_S) == pytest.approx(1.4)
 
 
 class TestDecode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 from typing import TYPE_CHECKING
@@ -22,9 +21,13 @@ from tiffin.conductor.pool.replication import (
     ReplicationSettings,
 )
 from tiffin.conductor.records import InstanceSpec, Request, Role
+from tiffin.conductor.state.prefix_index import PrefixIndex, PrefixMatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from tiffin.conductor.pool.orders import Order
+    from tiffin.conductor.state.sliced_work import Work
 
 SYSTEM = prompt("sys", 4)
 TEN = [f"n{i}" for i in range(10)]
@@ -39,6 +42,17 @@ def quiet_traffic(pool: World, times: int) -> None:
     """Prompts that share nothing."""
     for i in range(times):
         pool.come(prompt(f"u{pool.now}-{i}", 1))
+
+
+def in_pieces(work: Work[list[Order]], between: Callable[[], object]) -> list[Order]:
+    """The result of `work`, with a call between each two pieces."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            orders: list[Order] = end.value
+            return orders
+        between()
 
 
 class TestScenarios:
@@ -273,12 +287,61 @@ class TestCost:
         for number in range(self.PREFIXES):
             pool.has("n0", prompt(f"p{number}", 4))
             pool.come(prompt(f"p{number}", 4), 40)
-        pieces, work = 0, pool.replication.planning(pool.pool, 1.0)
-        with contextlib.suppress(StopIteration):
-            while True:
-                next(work)
-                pieces += 1
-        assert pieces >= self.PREFIXES
+        pieces = itertools.count()
+        in_pieces(pool.replication.planning(pool.pool, 1.0), lambda: next(pieces))
+        assert next(pieces) >= self.PREFIXES
+
+    def test_a_piece_looks_up_few_blocks_however_many_copies_are_made(self) -> None:
+        """One prefix that many nodes want, and as many have: each copy is a piece of its own."""
+        names = [f"n{i}" for i in range(40)]
+        pool = world(names, node_share=1.0, popularity_min=1.0)
+        document = prompt("doc", 64)
+        for name in names[:20]:
+            pool.has(name, document)
+        pool.come(document, 40)
+        looked = 0
+
+        class Counting(PrefixIndex):
+            def holders_of(self, key: bytes) -> list[int]:
+                nonlocal looked
+                looked += 1
+                return super().holders_of(key)
+
+            def match(self, keys: Sequence[bytes]) -> PrefixMatch:
+                nonlocal looked
+                looked += 1
+                return super().match(keys)
+
+        counting, view = Counting(), pool.pool
+        vars(counting).update(vars(pool.index))
+        view.index = counting
+        asked = 0
+
+        def seconds(sources: Sequence[str], target: str, nbytes: int) -> list[float]:
+            nonlocal asked
+            asked += 1
+            return [1.0] * len(sources)
+
+        view.seconds = seconds
+        done = [(0, 0)]
+        work = pool.replication.planning(view, 1.0)
+        orders = in_pieces(work, lambda: done.append((looked, asked)))
+        assert len(orders) == asked == pool.replication.settings.orders_max
+        steps = [(b - a, d - c) for (a, c), (b, d) in itertools.pairwise(done)]
+        assert max(looks for looks, _ in steps) <= 2
+        assert max(copies for _, copies in steps) == 1
+
+    def test_blocks_that_come_between_two_pieces_are_not_copied(self) -> None:
+        pool = world(["a", "b", "c"])
+        pool.has("a", SYSTEM)
+        pool.come(SYSTEM, 10)
+
+        def to_c() -> None:
+            if pool.replication.under_way:  # to b; c is next
+                pool.has("c", SYSTEM)
+
+        orders = in_pieces(pool.replication.planning(pool.pool, 1.0), to_c)
+        assert [order.target for order in orders if isinstance(order, Copy)] == ["b"]
 
 
 class TestTrouble:
