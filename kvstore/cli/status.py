@@ -15,11 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..client.client import Client
+from ..deadlines import Within
 from ..errors import InvalidInput, TiffinError
 from ..sizes import format_bytes
 from ..text import printable
 from ..url import Embedded, Pool, parse_url
-from .console import JsonFlag, SocketOption, WatchOption, console
+from .console import JsonFlag, SocketOption, WatchOption, console, warn
 from .pool_status import Overview
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ Numbers = dict[str, Any]
 # A matrix of more nodes does not fit a terminal; then the slowest ways are listed, this many.
 MATRIX_NODES_MAX = 8
 SLOWEST_SHOWN = 20
+
+# How long the local node may take to welcome a caller, and then to answer.
+NODE_S = 2.0
 
 _STATE_STYLES = {"up": "green", "draining": "yellow", "unreachable": "bold red"}
 
@@ -52,7 +56,8 @@ def status(
 ) -> None:
     """Show a node's tiers, hit rates, leases and clients, or all nodes of a pool.
 
-    Exits with 1 if a node of the pool is unreachable.
+    Exits with 1 if a node of the pool is unreachable, if the pool has none that we may read, and
+    if it has several of one name.
 
     **Examples**
 
@@ -68,8 +73,17 @@ def status(
         raise InvalidInput(f"{url}: an embedded node has no status but its own client's")
     with _looking(target, url, replicas) as (look, table):
         found = _show(look, table, as_json, watch)
-    if any(node["state"] == "unreachable" for node in found.get("nodes", ())):
+    for reason in _reasons(found):
+        warn(printable(reason))
+    if _reasons(found) or any(node["state"] == "unreachable" for node in found.get("nodes", ())):
         raise typer.Exit(1)
+
+
+def _reasons(found: Numbers) -> list[str]:
+    """What is wrong with a pool, or with a node's place in one."""
+    if "nodes" in found:
+        return list(found["reasons"])
+    return [found["directory"]["reason"]] if found.get("directory", {}).get("reason") else []
 
 
 @contextlib.contextmanager
@@ -81,8 +95,8 @@ def _looking(
         with contextlib.closing(Overview(target)) as overview:
             yield lambda: overview.look(replicas=replicas), pool_tables
     else:
-        with Client.open(url, name="tiffin status") as client:
-            yield client.statistics, status_table
+        with Within(NODE_S).run(lambda: Client.open(url, name="tiffin status")) as client:
+            yield lambda: client.statistics(timeout_s=NODE_S), status_table
 
 
 def _show(
