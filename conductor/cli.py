@@ -22,7 +22,13 @@ from .engine_cli import add, profile
 from .web.connection_limits import PER_PEER
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .wire.models import CandidateReply, EntryReply, InstanceReply
+
+
+# Of an instance's id on one line: an IPv4 address and a port are 21.
+ID_WIDTH_MAX = 24
 
 
 def commands(app: typer.Typer) -> None:
@@ -223,16 +229,22 @@ def status(
 
 def _instances_table(instances: list[InstanceReply]) -> Table:
     table = Table(title=f"{len(instances)} instances", title_justify="left")
-    for column in ("instance", "model", "role", "status", "node"):
-        table.add_column(column)
+    table.add_column("instance", overflow="fold", min_width=_id_width(one.id for one in instances))
+    for column in ("model", "role", "status", "node"):
+        table.add_column(column, overflow="fold")
     for column in ("heard", "queued tokens", "running", "context", "KV used"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for one in instances:
         heard = "-" if one.heard_s is None else f"{one.heard_s:.1f} s"
         names = (one.id, one.model, one.role, one.status, one.node)
         load = (_number(one.load.get(name)) for name in _SHOWN_LOAD)
         table.add_row(*(escape(printable(name)) for name in names), heard, *load)
     return table
+
+
+def _id_width(ids: Iterable[str]) -> int:
+    """The width of a column of instances' ids: whole, as people copy them; the longest in lines."""
+    return min(ID_WIDTH_MAX, max(map(len, ids), default=1))
 
 
 _SHOWN_LOAD = ("queued_tokens", "batch", "context_tokens", "kv_used_tokens")
@@ -310,7 +322,9 @@ def _in_words(entry: EntryReply) -> str:
 def _candidates_table(title: str, candidates: list[CandidateReply]) -> Table:
     terms = list(dict.fromkeys(name for one in candidates for name in one.terms))
     table = Table(title=f"{title}, the cheapest first", title_justify="left")
-    table.add_column("instance")
+    table.add_column(
+        "instance", overflow="fold", min_width=_id_width(one.instance for one in candidates)
+    )
     for column in ("cost", *terms):
         table.add_column(escape(printable(column)), justify="right")
     for one in candidates:

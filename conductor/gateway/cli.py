@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 
 from tiffin.kvstore.cli.console import check_log_level, console, errors_console, log_to_stderr
+from tiffin.kvstore.errors import InvalidInput
 
 from ..console import OtlpOption, explained
 
@@ -129,8 +130,12 @@ def check(
         from .config import read_config
         from .config_check import errors, warnings
 
-        read = read_config(config)
-        tokens = load_tokens(token_file) if token_file else None
+        try:
+            read = read_config(config)
+            tokens = load_tokens(token_file) if token_file else None
+        except InvalidInput as error:
+            errors_console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+            raise typer.Exit(1) from error
         wrong = list(errors(read))
         for line in wrong:
             errors_console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.gc_tuning import collect_all, collect_young
+from tiffin.kvstore.sizes import format_bytes
 
 from ..api.app import create_app
 from ..api.request_bodies import Limits
@@ -108,7 +109,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(_CONFIG_BYTES_MAX + 1)
         if len(raw) > _CONFIG_BYTES_MAX:
-            raise InvalidInput(f"{path} is larger than {_CONFIG_BYTES_MAX} bytes")
+            raise InvalidInput(f"{path} is larger than {format_bytes(_CONFIG_BYTES_MAX)}")
         text = raw.decode()
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # both formats' errors are ValueErrors
