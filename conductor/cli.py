@@ -9,16 +9,26 @@ from pathlib import Path  # noqa: TC003 # typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from tiffin.kvstore.cli.console import JsonFlag, check_log_level, console, log_to_stderr, warn
+from tiffin.kvstore.cli.console import (
+    JsonFlag,
+    WatchOption,
+    check_log_level,
+    console,
+    log_to_stderr,
+)
+from tiffin.kvstore.cli.watching import show
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.gc_tuning import collect_young_only
 from tiffin.kvstore.text import printable
 
 from .console import URL, CaOption, OtlpOption, TokenOption, UrlOption, asking, explained
 from .engine_cli import add, profile
+from .errors import ConductorError
 from .web.connection_limits import PER_PEER
 
 if TYPE_CHECKING:
@@ -206,25 +216,42 @@ def status(
     token_file: TokenOption = None,
     tls_ca: CaOption = None,
     as_json: JsonFlag = False,
+    watch: WatchOption = None,
 ) -> None:
     """Show the instances, and what keeps requests from being scheduled. Exits with 1 if anything
     does.
 
     **Examples**
 
-    `tiffin conductor status`, `tiffin conductor status --url https://10.0.0.9:7800 --json`
+    `tiffin conductor status`, `tiffin conductor status --watch 2`
+
+    `tiffin conductor status --url https://10.0.0.9:7800 --json`
     """
+    import msgspec
+
     with asking(url, token_file, tls_ca) as client:
-        health, instances = client.ready(), client.instances()
-    if as_json:
-        _print_json({"reasons": health.reasons, "instances": instances})
-    else:
-        console.print(_instances_table(instances))
-        for reason in health.reasons:
-            warn(f"not ready: {printable(reason)}")
-        for note in health.notes:
-            warn(printable(note))
-    raise typer.Exit(1 if health.reasons else 0)
+
+        def look() -> dict[str, Any]:
+            health = client.ready()
+            instances = msgspec.json.decode(msgspec.json.encode(client.instances()))
+            return {"reasons": health.reasons, "notes": health.notes, "instances": instances}
+
+        found = show(look, _status_view, as_json, watch, errors=(ConductorError,))
+    raise typer.Exit(1 if found["reasons"] else 0)
+
+
+def _status_view(found: dict[str, Any]) -> Group:
+    """What `status` shows, for people."""
+    import msgspec
+
+    from .wire.models import InstanceReply
+
+    lines = [
+        Text(printable(f"not ready: {reason}"), style="bold red") for reason in found["reasons"]
+    ]
+    lines += [Text(printable(note), style="yellow") for note in found["notes"]]
+    instances = msgspec.convert(found["instances"], list[InstanceReply])
+    return Group(_instances_table(instances), *lines)
 
 
 def _instances_table(instances: list[InstanceReply]) -> Table:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from ..client.client import Client
 from ..deadlines import Within
-from ..errors import InvalidInput, TiffinError
+from ..errors import InvalidInput
 from ..sizes import format_bytes
 from ..text import printable
 from ..url import Embedded, Pool, parse_url
-from .console import JsonFlag, SocketOption, WatchOption, console, warn
+from .console import JsonFlag, SocketOption, WatchOption  # noqa: TC001 - typer reads them
 from .pool_status import Overview
+from .watching import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,9 +70,7 @@ def status(
     if isinstance(target, Embedded):
         raise InvalidInput(f"{url}: an embedded node has no status but its own client's")
     with _looking(target, url, replicas) as (look, table):
-        found = _show(look, table, as_json, watch)
-    for reason in _reasons(found):
-        warn(printable(reason))
+        found = show(look, table, as_json, watch)
     if _reasons(found) or any(node["state"] == "unreachable" for node in found.get("nodes", ())):
         raise typer.Exit(1)
 
@@ -82,7 +78,7 @@ def status(
 def _reasons(found: Numbers) -> list[str]:
     """What is wrong with a pool, or with a node's place in one."""
     if "nodes" in found:
-        return list(found["reasons"])
+        return list(found.get("reasons", ()))
     return [found["directory"]["reason"]] if found.get("directory", {}).get("reason") else []
 
 
@@ -99,38 +95,6 @@ def _looking(
             yield lambda: client.statistics(timeout_s=NODE_S), status_table
 
 
-def _show(
-    look: Callable[[], Numbers],
-    draw: Callable[[Numbers], RenderableType],
-    as_json: bool,
-    watch: float | None,
-) -> Numbers:
-    """Print once, or for ever; the last numbers."""
-    found = look()
-    if watch is None:
-        if as_json:
-            typer.echo(json.dumps(found, indent=2))
-        else:
-            console.print(draw(found))
-        return found
-    if as_json:  # one line per look, for programs
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                typer.echo(json.dumps(found))
-                time.sleep(watch)
-                found = look()
-        return found
-    with contextlib.suppress(KeyboardInterrupt), Live(draw(found), console=console) as live:
-        while True:
-            time.sleep(watch)
-            try:
-                found = look()
-                live.update(draw(found))
-            except TiffinError as error:  # it may be back at the next look
-                live.update(Group(Text(printable(f"{error}"), style="bold red"), draw(found)))
-    return found
-
-
 # -- one node --------------------------------------------------------------------------------------
 
 
@@ -139,10 +103,15 @@ def status_table(numbers: dict[str, Any]) -> Group:
     numbers = printable(numbers)
     return Group(
         *_socket_line(numbers),
+        *_reason_lines(numbers),
         _tiers_table(numbers),
         _counters_table(numbers),
         _clients_table(numbers),
     )
+
+
+def _reason_lines(found: Numbers) -> list[Text]:
+    return [Text(reason, style="bold red") for reason in _reasons(found)]
 
 
 def _socket_line(numbers: dict[str, Any]) -> list[Text]:
@@ -222,7 +191,8 @@ def _clients_table(numbers: dict[str, Any]) -> Table:
 def pool_tables(found: Numbers) -> Group:
     """`Overview.look()` as tables for people; nothing in it commands their terminal."""
     found = printable(found)
-    parts: list[RenderableType] = [_directory_line(found), _nodes_table(found["nodes"])]
+    parts: list[RenderableType] = [_directory_line(found), *_reason_lines(found)]
+    parts.append(_nodes_table(found["nodes"]))
     if "replicas" in found:
         parts.append(_replicas_line(found["replicas"]))
     if links := _links(found["links"], found["nodes"]):

@@ -144,7 +144,9 @@ class Publisher:
     def _run(self) -> None:
         while not self._closing.is_set():
             self._take_doubts()
-            self._complained = self._complained and not self._core.healthy
+            if self._complained and self._core.healthy:
+                self._complained = False
+                log.warning("publishing again")
             step = self._core.next(time.monotonic())
             if isinstance(step, Wait):
                 self._wake.wait(min(until_s(step.until), 1.0))

@@ -36,22 +36,27 @@ def wrong(pool: TokenPool, tmp_path: Path) -> str:
 def status(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[object, dict[str, Any], str]:
-    """The exit code, what is printed as JSON, and the error stream of `tiffin status URL`."""
-    monkeypatch.setattr("sys.argv", ["tiffin", "status", url, "--json"])
-    with pytest.raises(SystemExit) as ended:
-        main(installed=False)
-    out, err = capsys.readouterr()
-    return ended.value.code, json.loads(out), err
+    """The exit code of `tiffin status URL`, its JSON, and what it shows people."""
+    monkeypatch.setenv("COLUMNS", "300")
+    codes, said = [], []
+    for more in (["--json"], []):
+        monkeypatch.setattr("sys.argv", ["tiffin", "status", url, *more])
+        with pytest.raises(SystemExit) as ended:
+            main(installed=False)
+        codes.append(ended.value.code)
+        said.append(capsys.readouterr().out)
+    assert codes[0] == codes[1]
+    return codes[0], json.loads(said[0]), said[1]
 
 
 def test_status_says_that_the_token_is_wrong(
     wrong: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, found, err = status(wrong, capsys, monkeypatch)
+    code, found, shown = status(wrong, capsys, monkeypatch)
     assert code == 1
     assert found["nodes"] == []
     assert found["reasons"][0].startswith(WHY)
-    assert WHY in err
+    assert WHY in shown
 
 
 def test_status_of_a_wrong_pool_names_the_pools_that_there_are(
@@ -59,10 +64,10 @@ def test_status_of_a_wrong_pool_names_the_pools_that_there_are(
 ) -> None:
     assert status(pool.url, capsys, monkeypatch)[0] in (0, None)
     url = pool.url.replace(f"pool={pool.name}", "pool=typo")
-    code, found, err = status(url, capsys, monkeypatch)
+    code, found, shown = status(url, capsys, monkeypatch)
     assert code == 1
     assert "no node is registered in pool typo; the directory has:" in found["reasons"][0]
-    assert pool.name in err
+    assert pool.name in shown
 
 
 def test_a_client_misses_and_its_statistics_and_log_say_why(

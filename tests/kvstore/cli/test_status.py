@@ -19,6 +19,7 @@ from kvsupport import (
     wait_until,
 )
 from rich.console import Console
+from rich.text import Text
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.cli import main
@@ -27,11 +28,12 @@ from tiffin.kvstore.cli.local.token_file import make_secret_file
 from tiffin.kvstore.cli.operate import find_node
 from tiffin.kvstore.cli.pool_status import Overview, Sample, clashes, count_replicas
 from tiffin.kvstore.cli.status import MATRIX_NODES_MAX, NODE_S, pool_tables
+from tiffin.kvstore.cli.watching import show
 from tiffin.kvstore.connection import connection
 from tiffin.kvstore.credentials import Credentials, read_token
 from tiffin.kvstore.deadlines import OVERRUN_S
 from tiffin.kvstore.directory import NodeRecord, open_directory
-from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.server.tcp_server import RemoteService
 from tiffin.kvstore.url import Pool, parse_url
@@ -237,6 +239,25 @@ def test_a_stopped_node_costs_a_command_two_seconds_and_not_ten(
     assert "no node answers" in shown.stderr
     assert waited
     assert max(waited) <= 0.05 + OVERRUN_S
+
+
+def test_what_is_watched_goes_on_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = iter([{"n": 1}, {"n": 2}, NodeUnavailable("gone for now"), {"n": 3}])
+
+    def look() -> dict[str, Any]:
+        found = next(looks, None)
+        if found is None:
+            raise KeyboardInterrupt
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    found = show(look, lambda found: Text(f"{found['n']}"), as_json=False, watch=0.001)
+    assert found == {"n": 3}
+    looks = iter([{"n": 1}, {"n": 2}])
+    show(look, lambda found: Text(""), as_json=True, watch=0.001)
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert [json.loads(line) for line in lines] == [{"n": 1}, {"n": 2}]
 
 
 # -- tables ----------------------------------------------------------------------------------------
