@@ -9,20 +9,36 @@ from pathlib import Path  # noqa: TC003 # typer reads it
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from tiffin.kvstore.cli.console import JsonFlag, check_log_level, console, log_to_stderr, warn
+from tiffin.kvstore.cli.console import (
+    JsonFlag,
+    WatchOption,
+    check_log_level,
+    console,
+    log_to_stderr,
+)
+from tiffin.kvstore.cli.watching import show
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.gc_tuning import collect_young_only
 from tiffin.kvstore.text import printable
 
 from .console import URL, CaOption, OtlpOption, TokenOption, UrlOption, asking, explained
 from .engine_cli import add, profile
+from .errors import ConductorError
 from .web.connection_limits import PER_PEER
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .wire.models import CandidateReply, EntryReply, InstanceReply
+
+
+# Of an instance's id on one line: an IPv4 address and a port are 21.
+ID_WIDTH_MAX = 24
 
 
 def commands(app: typer.Typer) -> None:
@@ -200,39 +216,62 @@ def status(
     token_file: TokenOption = None,
     tls_ca: CaOption = None,
     as_json: JsonFlag = False,
+    watch: WatchOption = None,
 ) -> None:
     """Show the instances, and what keeps requests from being scheduled. Exits with 1 if anything
     does.
 
     **Examples**
 
-    `tiffin conductor status`, `tiffin conductor status --url https://10.0.0.9:7800 --json`
+    `tiffin conductor status`, `tiffin conductor status --watch 2`
+
+    `tiffin conductor status --url https://10.0.0.9:7800 --json`
     """
+    import msgspec
+
     with asking(url, token_file, tls_ca) as client:
-        health, instances = client.ready(), client.instances()
-    if as_json:
-        _print_json({"reasons": health.reasons, "instances": instances})
-    else:
-        console.print(_instances_table(instances))
-        for reason in health.reasons:
-            warn(f"not ready: {printable(reason)}")
-        for note in health.notes:
-            warn(printable(note))
-    raise typer.Exit(1 if health.reasons else 0)
+
+        def look() -> dict[str, Any]:
+            health = client.ready()
+            instances = msgspec.json.decode(msgspec.json.encode(client.instances()))
+            return {"reasons": health.reasons, "notes": health.notes, "instances": instances}
+
+        found = show(look, _status_view, as_json, watch, errors=(ConductorError,))
+    raise typer.Exit(1 if found["reasons"] else 0)
+
+
+def _status_view(found: dict[str, Any]) -> Group:
+    """What `status` shows, for people."""
+    import msgspec
+
+    from .wire.models import InstanceReply
+
+    lines = [
+        Text(printable(f"not ready: {reason}"), style="bold red") for reason in found["reasons"]
+    ]
+    lines += [Text(printable(note), style="yellow") for note in found["notes"]]
+    instances = msgspec.convert(found["instances"], list[InstanceReply])
+    return Group(_instances_table(instances), *lines)
 
 
 def _instances_table(instances: list[InstanceReply]) -> Table:
     table = Table(title=f"{len(instances)} instances", title_justify="left")
-    for column in ("instance", "model", "role", "status", "node"):
-        table.add_column(column)
+    table.add_column("instance", overflow="fold", min_width=_id_width(one.id for one in instances))
+    for column in ("model", "role", "status", "node"):
+        table.add_column(column, overflow="fold")
     for column in ("heard", "queued tokens", "running", "context", "KV used"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for one in instances:
         heard = "-" if one.heard_s is None else f"{one.heard_s:.1f} s"
         names = (one.id, one.model, one.role, one.status, one.node)
         load = (_number(one.load.get(name)) for name in _SHOWN_LOAD)
         table.add_row(*(escape(printable(name)) for name in names), heard, *load)
     return table
+
+
+def _id_width(ids: Iterable[str]) -> int:
+    """The width of a column of instances' ids: whole, as people copy them; the longest in lines."""
+    return min(ID_WIDTH_MAX, max(map(len, ids), default=1))
 
 
 _SHOWN_LOAD = ("queued_tokens", "batch", "context_tokens", "kv_used_tokens")
@@ -310,7 +349,9 @@ def _in_words(entry: EntryReply) -> str:
 def _candidates_table(title: str, candidates: list[CandidateReply]) -> Table:
     terms = list(dict.fromkeys(name for one in candidates for name in one.terms))
     table = Table(title=f"{title}, the cheapest first", title_justify="left")
-    table.add_column("instance")
+    table.add_column(
+        "instance", overflow="fold", min_width=_id_width(one.instance for one in candidates)
+    )
     for column in ("cost", *terms):
         table.add_column(escape(printable(column)), justify="right")
     for one in candidates:

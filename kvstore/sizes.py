@@ -29,7 +29,7 @@ def parse_bytes(size: int | str) -> int:
 
 def _possible(nbytes: float) -> int:
     if nbytes > _BYTES_MAX:
-        raise InvalidInput(f"a size of {nbytes:.3g} bytes; at most {_BYTES_MAX}")
+        raise InvalidInput(f"a size of {nbytes:.3g} bytes; at most {format_bytes(_BYTES_MAX)}")
     return int(nbytes)
 
 

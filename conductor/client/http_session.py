@@ -8,6 +8,7 @@ whole answer the connection is used again. The choice of the library: docs/decis
 
 from __future__ import annotations
 
+import os
 from contextvars import ContextVar
 from functools import lru_cache
 from io import BytesIO
@@ -210,10 +211,20 @@ def _failure(error: Exception, *, reused: bool = False) -> HttpFailure:
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return NotConnected(why, late=True)
     if isinstance(error, aiohttp.ClientConnectorError):
-        return NotConnected(why)
+        return NotConnected(_in_words(error))
     if isinstance(error, aiohttp.ServerTimeoutError):
         return Silent(why)
     return Broken(why, reused=reused)
+
+
+def _in_words(error: aiohttp.ClientConnectorError) -> str:
+    """Why there is no connection; aiohttp's own text tells its TLS settings (`ssl:default`)."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"its certificate is refused: {error.certificate_error}"
+    cause = error.os_error
+    # One attempt's error names errno and address; that of several addresses lists them.
+    why = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else str(cause)
+    return f"no connection to {error.host}:{error.port}: {why}"
 
 
 def _parts(body: bytes | None) -> bytes | BytesIO | None:

@@ -29,13 +29,23 @@ def unmeasured(cluster: Cluster) -> list[str]:
 def silent(cluster: Cluster, now: float, model: str | None = None) -> list[str]:
     """The instances that are lost, of all models or of one, those that were heard last first, as
     "engine-1 is registered, silent for 12 s". At most `NAMED_MAX`, and then how many more."""
-    rows = np.flatnonzero(cluster.used & ~cluster.ready & ~cluster.draining)
+    lost = _lost_rows(cluster)
     if model is not None:
-        rows = rows[cluster.model[rows] == cluster.model_number(model)]
-    lost = [row for row in rows.tolist() if cluster.status[row] is Status.LOST]
+        wanted = cluster.model_number(model)
+        lost = [row for row in lost if cluster.model[row] == wanted]
     lost.sort(key=lambda row: -float(cluster.heard_at[row]))
     found = [
         f"{cluster.name(row)} is registered, silent for {now - float(cluster.heard_at[row]):.0f} s"
         for row in lost[:NAMED_MAX]
     ]
     return found + ([f"and {more} more"] if (more := len(lost) - NAMED_MAX) > 0 else [])
+
+
+def lost(cluster: Cluster) -> set[str]:
+    """The ids of the instances that `silent` names, all of them."""
+    return set(map(cluster.name, _lost_rows(cluster)))
+
+
+def _lost_rows(cluster: Cluster) -> list[int]:
+    rows = np.flatnonzero(cluster.used & ~cluster.ready & ~cluster.draining).tolist()
+    return [row for row in rows if cluster.status[row] is Status.LOST]

@@ -22,6 +22,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from tiffin.kvstore.sizes import format_bytes
+
 from ..errors import InvalidRequest
 from .latency_model import decode_step_s, prefill_s
 from .profile_fit import fit_decode, fit_prefill, outliers
@@ -188,7 +190,7 @@ def own_or_shipped(folder: Path | None) -> Callable[[str], Profile]:
 def from_json(data: bytes, where: str = "<bytes>") -> Profile:
     """Decode a profile from a file's bytes. Raises InvalidRequest, naming `where` and the field."""
     if len(data) > FILE_BYTES_MAX:
-        raise InvalidRequest(f"profile {where}: more than {FILE_BYTES_MAX} bytes")
+        raise InvalidRequest(f"profile {where}: more than {format_bytes(FILE_BYTES_MAX)}")
     try:
         return msgspec.json.decode(data, type=Profile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -282,6 +282,8 @@ class NodesFeed:
     def _look_again(self, error: Exception | None = None) -> None:
         with self._changed:
             if error is not None:
+                if not self._directory_error:
+                    log.warning("the directory does not answer: %s", error)
                 self._directory_error = f"{type(error).__name__}: {error}"
             self._members_at = time.monotonic() + self._membership_s
             self._changed.notify()
@@ -292,6 +294,8 @@ class NodesFeed:
         now = time.monotonic()
         gone, idle = [], []
         with self._changed:
+            if self._directory_error:
+                log.warning("the directory answers again")
             self._directory_error = ""
             for name, node in list(self._nodes.items()):
                 record = records.get(name)

@@ -5,15 +5,33 @@ from __future__ import annotations
 import contextlib
 import logging
 from pathlib import Path  # noqa: TC003 # typer reads it
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Group
 from rich.markup import escape
+from rich.text import Text
 
-from tiffin.kvstore.cli.console import check_log_level, console, errors_console, log_to_stderr
+from tiffin.kvstore.cli.console import (  # typer reads options
+    JsonFlag,
+    WatchOption,
+    check_log_level,
+    console,
+    errors_console,
+    log_to_stderr,
+)
+from tiffin.kvstore.cli.watching import show
+from tiffin.kvstore.credentials import read_token
+from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.text import printable
 
-from ..console import OtlpOption, explained
+from ..console import CaOption, OtlpOption, explained
+from ..errors import ConductorError, ConductorUnavailable
+
+URL = "http://127.0.0.1:7900"
+# How long the gateway may take to say whether it is ready.
+STATUS_S = 3.0
 
 
 def commands(app: typer.Typer) -> None:
@@ -21,6 +39,7 @@ def commands(app: typer.Typer) -> None:
     group = typer.Typer(rich_markup_mode="markdown")
     group.callback(invoke_without_command=True)(gateway)
     group.command("check")(check)
+    group.command("status")(status)
     app.add_typer(group, name="gateway")
 
 
@@ -108,6 +127,57 @@ def gateway(
             uvloop.run(serve(options, worker=worker))
 
 
+def status(
+    url: Annotated[str, typer.Option("--url", help="Where the gateway answers.")] = URL,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with an API key, alone.", show_default=False)
+    ] = None,
+    tls_ca: CaOption = None,
+    as_json: JsonFlag = False,
+    watch: WatchOption = None,
+) -> None:
+    """Say whether the gateway could serve a request now, and if not, why. Exits with 1 if it could
+    not, and with 2 if it does not answer. A gateway with API keys tells why to whoever has one.
+
+    **Example**
+
+    `tiffin gateway status --url https://10.0.0.9:7900 --token-file /etc/tiffin/my-key --watch 2`
+    """
+    with explained("gateway"):
+        import httpx
+
+        from ..client import calls
+        from ..client.http_session import trusting
+
+        call = calls.ready()
+        tls = trusting(tls_ca) if url.startswith("https:") or tls_ca else True
+        headers = {} if token_file is None else {"authorization": _bearer(token_file)}
+
+        def look() -> dict[str, Any]:
+            try:
+                answer = http.get(call.path)
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                raise ConductorUnavailable(f"the gateway at {url}: {error}") from error
+            return {
+                "reasons": call.answered(answer.status_code, answer.content, again=False).reasons
+            }
+
+        with httpx.Client(
+            base_url=url, headers=headers, verify=tls, trust_env=False, timeout=STATUS_S
+        ) as http:
+            found = show(look, _status_view, as_json, watch, errors=(ConductorError,))
+    raise typer.Exit(1 if found["reasons"] else 0)
+
+
+def _bearer(token_file: Path) -> str:
+    return f"Bearer {read_token(token_file).decode('latin-1')}"
+
+
+def _status_view(found: dict[str, Any]) -> Group:
+    reasons = [Text(printable(f"not ready: {why}"), style="bold red") for why in found["reasons"]]
+    return Group(*(reasons or [Text("ready", style="green")]))
+
+
 def check(
     config: Annotated[Path, typer.Argument(help="The configuration: TOML or JSON.")],
     token_file: Annotated[
@@ -129,8 +199,12 @@ def check(
         from .config import read_config
         from .config_check import errors, warnings
 
-        read = read_config(config)
-        tokens = load_tokens(token_file) if token_file else None
+        try:
+            read = read_config(config)
+            tokens = load_tokens(token_file) if token_file else None
+        except InvalidInput as error:
+            errors_console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+            raise typer.Exit(1) from error
         wrong = list(errors(read))
         for line in wrong:
             errors_console.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)

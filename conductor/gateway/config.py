@@ -12,7 +12,7 @@ Unknown fields are rejected: a misspelt limit would be no limit. Secrets are in 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -250,7 +250,22 @@ def needs_restart(before: GatewayConfig, after: GatewayConfig) -> list[str]:
 def read_config(path: Path) -> GatewayConfig:
     """Read the configuration from a TOML or JSON file; the suffix selects the format. Raises
     InvalidInput, which names the invalid field."""
+    content = read_settings(path)
     try:
-        return msgspec.convert(read_settings(path), GatewayConfig)
+        return msgspec.convert(content, GatewayConfig)
     except msgspec.ValidationError as error:
-        raise InvalidInput(f"{path}: {error}") from error
+        raise InvalidInput(f"{path}: {_placed(content, error)}") from error
+
+
+def _placed(content: dict[str, Any], error: msgspec.ValidationError) -> str:
+    """The error with the place of its field. In a table of names msgspec's path says `[...]`, so
+    the entry that is wrong is looked for."""
+    for group, kind in (("models", ModelConfig), ("clients", ClientSettings)):
+        entries = content.get(group)
+        for name, entry in entries.items() if isinstance(entries, dict) else ():
+            try:
+                msgspec.convert(entry, kind)
+            except msgspec.ValidationError as wrong:
+                why, _, place = str(wrong).partition(" - at `$")
+                return f"{why} - at `{group}.{name}{place.rstrip('`')}`"
+    return str(error)

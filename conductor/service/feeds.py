@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from tiffin.kvstore.directory import open_directory
+from tiffin.kvstore.directory.base import unreadable
 from tiffin.kvstore.errors import TiffinError
 
 from ..errors import ConductorError, InvalidRequest
@@ -117,6 +118,8 @@ class Feeding:
         error, behind = self._nodes.behind()
         if error:
             return f"the directory does not answer: {error}"
+        if self._directory is not None and (why := unreadable(self._directory.statistics())):
+            return f"{why} (here --pool-token-file)"
         if behind:
             return (
                 f"the blocks of {len(behind)} nodes are not known yet, {min(behind)!r} among them"

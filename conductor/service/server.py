@@ -24,9 +24,12 @@ from typing import TYPE_CHECKING, Any
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.gc_tuning import collect_all, collect_young
+from tiffin.kvstore.sizes import format_bytes
+from tiffin.kvstore.text import printable
 
 from ..api.app import create_app
 from ..api.request_bodies import Limits
+from ..core.silence import lost
 from ..discovery.engine_watch import EngineWatch
 from ..discovery.settings import DiscoverySettings
 from ..recording.recorder import Recorder
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
     from ..api.conductor_service import Service
     from ..core.conductor import Conductor
+    from ..state.instance_table import Cluster
 
 log = logging.getLogger("tiffin.conductor")
 
@@ -108,7 +112,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(_CONFIG_BYTES_MAX + 1)
         if len(raw) > _CONFIG_BYTES_MAX:
-            raise InvalidInput(f"{path} is larger than {_CONFIG_BYTES_MAX} bytes")
+            raise InvalidInput(f"{path} is larger than {format_bytes(_CONFIG_BYTES_MAX)}")
         text = raw.decode()
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # both formats' errors are ValueErrors
@@ -230,9 +234,23 @@ def _sharing(
 async def _tick(service: Service) -> None:
     """Tick the service every `TICK_S`. A tick that raises ends the process: without ticks it would
     go on with reservations that never expire."""
+    known: set[str] = set()
     while True:
         await TimeSlices().finish(service.ticking())
+        known = tell_lost(service.core.cluster, known)
         await asyncio.sleep(TICK_S)
+
+
+def tell_lost(cluster: Cluster, known: set[str]) -> set[str]:
+    """Log each instance once when it is lost, and once when it is heard again or removed. `known`
+    are those that were lost at the last look; returns those that are now."""
+    now = lost(cluster)
+    for name in sorted(now - known):
+        log.warning("%s is silent, and gets nothing new until it is heard again", printable(name))
+    for name in sorted(known - now):
+        end = "heard again" if name in cluster else "taken off the list"
+        log.warning("%s, which was silent, is %s", printable(name), end)
+    return now
 
 
 async def collecting() -> None:

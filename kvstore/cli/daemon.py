@@ -137,6 +137,7 @@ def in_a_pool(
         "number": publisher.number,
         "healthy": publisher.healthy,
         "lag_events": publisher.lag,
+        "reason": publisher.reason,
     }
     caretaker = Caretaker(node, directory, driver, lambda: publisher.number)
     publisher.start()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..credentials import load_credentials
 from ..directory import open_directory
+from ..directory.base import unreadable
 from ..errors import TiffinError
 from ..format.header import KEY_BYTES
 from ..node.core import messages
@@ -114,6 +115,7 @@ class Overview:
             "nodes": nodes,
             "links": {r.name: r.links for r in records.values() if r.links},
         }
+        found["reasons"] = self._reasons(found["nodes"], found["directory"])
         if replicas:
             found["replicas"] = self._replicas(
                 {n: reply.numbers["blocks"] for n, reply in replies.items() if _good(reply)}
@@ -130,6 +132,19 @@ class Overview:
         self._directory.locate([bytes(KEY_BYTES)])
         round_trip_s = time.monotonic() - started
         return {**self._directory.statistics(), "round_trip_s": round_trip_s}
+
+    def _reasons(
+        self, nodes: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any] | None
+    ) -> list[str]:
+        """What is wrong with the pool as a whole."""
+        reasons = clashes(nodes)
+        if self._directory is None or numbers is None or nodes:
+            return reasons
+        if why := unreadable(numbers):
+            return [why]
+        others = [name for name in self._directory.pools() if name != self._pool]
+        known = f"; the directory has: {', '.join(others)}" if others else ""
+        return [f"no node is registered in pool {self._pool}{known}"]
 
     # -- replicas --------------------------------------------------------------------------------
 
@@ -170,6 +185,18 @@ class Overview:
                     if flag:
                         holders[key].add(node)
         return holders
+
+
+def clashes(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names that nodes at several addresses have. Pure."""
+    addresses: dict[str, set[str]] = {}
+    for node in nodes:
+        addresses.setdefault(node["name"], set()).add(node["address"])
+    return [
+        f"several nodes are called {name}, at {', '.join(sorted(at))}: give each its own --name"
+        for name, at in addresses.items()
+        if len(at) > 1
+    ]
 
 
 def _good(reply: object) -> bool:

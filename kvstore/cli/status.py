@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from ..client.client import Client
-from ..errors import InvalidInput, TiffinError
+from ..deadlines import Within
+from ..errors import InvalidInput
 from ..sizes import format_bytes
 from ..text import printable
 from ..url import Embedded, Pool, parse_url
-from .console import JsonFlag, SocketOption, WatchOption, console
+from .console import JsonFlag, SocketOption, WatchOption  # noqa: TC001 - typer reads them
 from .pool_status import Overview
+from .watching import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,6 +29,9 @@ Numbers = dict[str, Any]
 # A matrix of more nodes does not fit a terminal; then the slowest ways are listed, this many.
 MATRIX_NODES_MAX = 8
 SLOWEST_SHOWN = 20
+
+# How long the local node may take to welcome a caller, and then to answer.
+NODE_S = 2.0
 
 _STATE_STYLES = {"up": "green", "draining": "yellow", "unreachable": "bold red"}
 
@@ -52,7 +54,8 @@ def status(
 ) -> None:
     """Show a node's tiers, hit rates, leases and clients, or all nodes of a pool.
 
-    Exits with 1 if a node of the pool is unreachable.
+    Exits with 1 if a node of the pool is unreachable, if the pool has none that we may read, and
+    if it has several of one name.
 
     **Examples**
 
@@ -67,9 +70,16 @@ def status(
     if isinstance(target, Embedded):
         raise InvalidInput(f"{url}: an embedded node has no status but its own client's")
     with _looking(target, url, replicas) as (look, table):
-        found = _show(look, table, as_json, watch)
-    if any(node["state"] == "unreachable" for node in found.get("nodes", ())):
+        found = show(look, table, as_json, watch)
+    if _reasons(found) or any(node["state"] == "unreachable" for node in found.get("nodes", ())):
         raise typer.Exit(1)
+
+
+def _reasons(found: Numbers) -> list[str]:
+    """What is wrong with a pool, or with a node's place in one."""
+    if "nodes" in found:
+        return list(found.get("reasons", ()))
+    return [found["directory"]["reason"]] if found.get("directory", {}).get("reason") else []
 
 
 @contextlib.contextmanager
@@ -81,40 +91,8 @@ def _looking(
         with contextlib.closing(Overview(target)) as overview:
             yield lambda: overview.look(replicas=replicas), pool_tables
     else:
-        with Client.open(url, name="tiffin status") as client:
-            yield client.statistics, status_table
-
-
-def _show(
-    look: Callable[[], Numbers],
-    draw: Callable[[Numbers], RenderableType],
-    as_json: bool,
-    watch: float | None,
-) -> Numbers:
-    """Print once, or for ever; the last numbers."""
-    found = look()
-    if watch is None:
-        if as_json:
-            typer.echo(json.dumps(found, indent=2))
-        else:
-            console.print(draw(found))
-        return found
-    if as_json:  # one line per look, for programs
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                typer.echo(json.dumps(found))
-                time.sleep(watch)
-                found = look()
-        return found
-    with contextlib.suppress(KeyboardInterrupt), Live(draw(found), console=console) as live:
-        while True:
-            time.sleep(watch)
-            try:
-                found = look()
-                live.update(draw(found))
-            except TiffinError as error:  # it may be back at the next look
-                live.update(Group(Text(printable(f"{error}"), style="bold red"), draw(found)))
-    return found
+        with Within(NODE_S).run(lambda: Client.open(url, name="tiffin status")) as client:
+            yield lambda: client.statistics(timeout_s=NODE_S), status_table
 
 
 # -- one node --------------------------------------------------------------------------------------
@@ -125,10 +103,15 @@ def status_table(numbers: dict[str, Any]) -> Group:
     numbers = printable(numbers)
     return Group(
         *_socket_line(numbers),
+        *_reason_lines(numbers),
         _tiers_table(numbers),
         _counters_table(numbers),
         _clients_table(numbers),
     )
+
+
+def _reason_lines(found: Numbers) -> list[Text]:
+    return [Text(reason, style="bold red") for reason in _reasons(found)]
 
 
 def _socket_line(numbers: dict[str, Any]) -> list[Text]:
@@ -208,7 +191,8 @@ def _clients_table(numbers: dict[str, Any]) -> Table:
 def pool_tables(found: Numbers) -> Group:
     """`Overview.look()` as tables for people; nothing in it commands their terminal."""
     found = printable(found)
-    parts: list[RenderableType] = [_directory_line(found), _nodes_table(found["nodes"])]
+    parts: list[RenderableType] = [_directory_line(found), *_reason_lines(found)]
+    parts.append(_nodes_table(found["nodes"]))
     if "replicas" in found:
         parts.append(_replicas_line(found["replicas"]))
     if links := _links(found["links"], found["nodes"]):

@@ -27,7 +27,7 @@ from ..format.header import KEY_BYTES
 from ..text import NAME_MAX, PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 # A registration's time to live after its last heartbeat, and the interval of heartbeats: two may be
 # lost on the way. Mooncake's client TTL is 10 s as well.
@@ -185,9 +185,26 @@ class Directory(Protocol):
         """Counters and state for people; sends no request."""
         ...
 
+    def pools(self) -> list[str]:
+        """Names of pools that have nodes here, for people, sorted; some may be missing."""
+        return []
+
     def close(self) -> None:
         """Close the connections. Registrations stay until they expire."""
         ...
+
+
+def unreadable(statistics: Mapping[str, Any], own: int = 0) -> str:
+    """Why a reader of the membership finds no node but its `own`, though some are registered; else
+    "". `statistics` are those of its directory. Where some nodes can be read, the token is right,
+    and the others may be of another version or forged."""
+    strangers = statistics.get("unauthenticated_records", 0)
+    if not strangers or statistics["nodes"] > own:
+        return ""
+    return (
+        f"none of the {strangers} nodes registered in this pool has our token: give the pool's "
+        "token (token_file= in a URL, --token-file, or TIFFIN_TOKEN_FILE), and nodes of one version"
+    )
 
 
 def check_record(record: NodeRecord) -> None:

@@ -59,6 +59,12 @@ STALE_MEMBERSHIP_S = 60.0
 # clients.
 _MGET_KEYS_MAX = 1024
 
+# `pools` looks at about this many keys, in steps of less than a millisecond of the server's time,
+# and gives so many names.
+_SCAN_STEPS_MAX = 200
+_SCAN_KEYS = 1000
+_POOLS_MAX = 10
+
 _POSITION = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
 
 
@@ -424,6 +430,22 @@ class RedisDirectory(Directory):
                 "unauthenticated_records": self._strangers,
                 **self._counters,
             }
+
+    def pools(self) -> list[str]:
+        """See `Directory.pools`. Of a cluster only those of one shard; none if Redis' access rules
+        forbid SCAN."""
+        found, cursor = set[str](), b"0"
+        for _ in range(_SCAN_STEPS_MAX):
+            words = ("SCAN", cursor, "MATCH", redis_layout.POOLS, "COUNT", _SCAN_KEYS)
+            (reply,) = self._run([_Command(MEMBERS, words)])
+            match reply:
+                case [bytes() as cursor, [*names]]:
+                    found.update(filter(None, map(redis_layout.pool_of, names)))
+                case _:
+                    break
+            if cursor == b"0" or len(found) >= _POOLS_MAX:
+                break
+        return sorted(found)[:_POOLS_MAX]
 
     def close(self) -> None:
         """See `Directory.close`."""

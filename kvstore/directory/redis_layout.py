@@ -14,6 +14,7 @@ written together. Readers treat any other value under these names as empty, and 
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,10 @@ from .node_records import CLAIM_BYTES, IDENTITY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+# The names of pools as keys of their memberships (`Layout.nodes`).
+POOLS = b"tiffin:{*:m}:nodes"
+_POOL = re.compile(rb"tiffin:\{([A-Za-z0-9._-]{1,64}):m\}:nodes")
 
 # The bucket of the membership; the buckets of locations are 0 and up.
 MEMBERS = -1
@@ -162,6 +167,12 @@ redis.call('HSET', KEYS[1], ARGV[1], expiry(ARGV[2]) .. ARGV[3])
 return 1
 """
 )
+
+
+def pool_of(name: object) -> str:
+    """The pool whose membership has this Redis key; "" for any other key."""
+    found = _POOL.fullmatch(name) if isinstance(name, bytes) else None
+    return found[1].decode() if found is not None else ""
 
 
 class Layout:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from tiffin.messenger.shm.host_copy import XXH3_64, Algorithm
 
 from ..errors import SchemaError
+from ..sizes import format_bytes
 from .header import (
     CHECKSUMS,
     MAX_BLOCK_TOKENS,
@@ -127,7 +128,10 @@ class KVSchema:
         spans = _tile(layer.segment_bytes(self.block_tokens) for layer in self.layers)
         block_bytes = spans[-1].end
         if block_bytes > MAX_BLOCK_BYTES:
-            raise SchemaError(f"a block would have {block_bytes} bytes; at most {MAX_BLOCK_BYTES}")
+            raise SchemaError(
+                f"a block would have {format_bytes(block_bytes)}; "
+                f"at most {format_bytes(MAX_BLOCK_BYTES)}"
+            )
         object.__setattr__(self, "spans", spans)
         segments = self._cut_segments()
         head_bytes = header_bytes(len(segments), self.block_tokens)

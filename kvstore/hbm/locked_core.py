@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NoRoom
+from ..sizes import format_bytes
 from .core.inflight_promotions import InflightPromotion, InflightPromotions
 from .device.deferred_release import POLL_S, DeferredReleases, has_passed
 
@@ -122,8 +123,9 @@ class LockedCore:
                 return use, made
             if not waits:
                 raise NoRoom(
-                    f"HBM has no room for a block of {prefix.schema.block_bytes} bytes: everything "
-                    "else is leased, pinned, being written or copied, or an ancestor of this block"
+                    f"HBM has no room for a block of {format_bytes(prefix.schema.block_bytes)}: "
+                    "everything else is leased, pinned, being written or copied, or an ancestor "
+                    "of this block"
                 )
             time.sleep(POLL_S)
 

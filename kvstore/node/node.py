@@ -36,6 +36,7 @@ from ..errors import (
 )
 from ..memory.arena import Extent
 from ..memory.eviction import make_policy
+from ..sizes import format_bytes
 from ..text import check_name
 from ..tiers.base import TierName
 from ..tiers.dram import DramTier
@@ -414,8 +415,8 @@ class Node(OfOneProcess):
         capacity = self.dram.arena.capacity_bytes
         if not 0 < request.extent_bytes <= capacity:
             raise InvalidInput(
-                f"a block of {request.extent_bytes} bytes with its header does not fit a DRAM "
-                f"tier of {capacity} bytes"
+                f"a block of {format_bytes(request.extent_bytes)} with its header does not fit a "
+                f"DRAM tier of {format_bytes(capacity)}"
             )
         keys = split_keys(request.keys)
         share = share_of(request.rank, request.ranks, request.owned)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec.structs import replace
 
 from ..deadlines import until_s
-from ..directory.base import check_keys
+from ..directory.base import check_keys, unreadable
 from ..errors import TiffinError
 from .core.publisher_core import (
     DOUBTS_MAX,
@@ -32,7 +32,7 @@ from .core.publisher_core import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ..directory.base import Directory, NodeRecord
     from .core.event_log import NodeEvents
@@ -58,6 +58,20 @@ class NodeFeed(Protocol):
         ...
 
 
+def name_taken(own: NodeRecord, nodes: Iterable[NodeRecord]) -> str:
+    """Which other node has the name of this one, or "". The same address or socket is this node's
+    last run, whose registration has not expired yet. Pure."""
+    place = own.host, own.socket
+    others = (node for node in nodes if node.name == own.name and (node.host, node.socket) != place)
+    found = sorted(node.address for node in others if node.address != own.address)
+    if not found:
+        return ""
+    return (
+        f"another node of this pool is called {own.name} too, at {', '.join(found)}: "
+        "give each its own --name"
+    )
+
+
 class Publisher:
     """A thread that publishes one node. `close` withdraws the node; the directory stays open.
 
@@ -80,6 +94,7 @@ class Publisher:
         self._lock = threading.Lock()  # protects `_doubts`
         self._doubts: list[bytes] = []
         self._complained = False
+        self._reason = ""
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiffin-publisher", daemon=True)
@@ -98,6 +113,11 @@ class Publisher:
     def lag(self) -> int:
         """Events that are not yet published."""
         return self._core.lag
+
+    @property
+    def reason(self) -> str:
+        """Why other nodes and clients can't tell this node as it is meant, or ""."""
+        return self._reason
 
     def start(self) -> None:
         """Register and start to publish, in the background."""
@@ -124,7 +144,9 @@ class Publisher:
     def _run(self) -> None:
         while not self._closing.is_set():
             self._take_doubts()
-            self._complained = self._complained and not self._core.healthy
+            if self._complained and self._core.healthy:
+                self._complained = False
+                log.warning("publishing again")
             step = self._core.next(time.monotonic())
             if isinstance(step, Wait):
                 self._wake.wait(min(until_s(step.until), 1.0))
@@ -153,8 +175,11 @@ class Publisher:
                 number = directory.register(self._record(0))
                 core.registered(number, time.monotonic())
                 log.info("registered as number %d", number)
+                self._look_around(self._record(number))
             case Heartbeat(number):
-                core.heard(directory.heartbeat(self._record(number)), time.monotonic())
+                record = self._record(number)
+                core.heard(directory.heartbeat(record), time.monotonic())
+                self._look_around(record)
             case Withdraw(number):
                 directory.withdraw(number)
                 core.withdrawn()
@@ -167,6 +192,16 @@ class Publisher:
                 core.inventoried(*self._feed.inventory(), time.monotonic())
             case Check(keys):
                 core.checked(keys, self._feed.exists(keys))
+
+    def _look_around(self, own: NodeRecord) -> None:
+        """Compare this node with the others of the pool, and say once what does not fit."""
+        nodes = self._directory.nodes().values()
+        reason = name_taken(own, nodes) or unreadable(self._directory.statistics(), own=1)
+        if reason and reason != self._reason:
+            log.warning("%s", reason)
+        elif self._reason and not reason:
+            log.warning("the pool and this node fit together again")
+        self._reason = reason
 
     def _record(self, number: int) -> NodeRecord:
         return replace(self._make_record(), number=number, started_at=self._started_at)

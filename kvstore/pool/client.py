@@ -20,6 +20,7 @@ from ..blocks.payload_buffers import payload_views, target_views
 from ..blocks.selection_copy import source_views
 from ..client.client import Client, LeasedBlocks, Slots
 from ..deadlines import until_s
+from ..directory.base import unreadable
 from ..errors import (
     ClientClosed,
     DirectoryUnavailable,
@@ -492,7 +493,8 @@ class PoolClient(Client):
     @in_one_piece
     def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The statistics of each node that answers, by its name, this client's statistics of its
-        links to the nodes, and the name of the home node."""
+        links to the nodes, the name of the home node, and of the directory (None for a fixed list)
+        with the `reason` why it shows no node that is registered."""
         names = names_of(self._driver.nodes())
         replies = self._ask_all(lambda: messages.Statistics(0), timeout_s)
         nodes = {names[n]: reply.numbers for n, reply in replies.items() if n in names}
@@ -507,7 +509,10 @@ class PoolClient(Client):
         else:
             own = self._home.ask(local_verbs.statistics(timeout_s), None)
             home = number.named(own, names, nodes)
-        return {"nodes": nodes, "links": links, "home": home}
+        directory = self._driver.members.statistics()
+        if directory is not None:
+            directory["reason"] = unreadable(directory)
+        return {"nodes": nodes, "links": links, "home": home, "directory": directory}
 
     @property
     def region(self) -> MappedRegion | None:

@@ -36,6 +36,10 @@ class Members(Protocol):
         """Per key, the numbers of the nodes to ask for it."""
         ...
 
+    def statistics(self) -> dict[str, Any] | None:
+        """See `Directory.statistics`; None without a directory."""
+        ...
+
     def close(self) -> None:
         """Close the connections."""
         ...
@@ -69,6 +73,9 @@ class FixedMembers:
     def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
         """All nodes of the URL, for every key."""
         return [self._numbers] * len(keys)
+
+    def statistics(self) -> None:
+        """There is no directory."""
 
     def close(self) -> None:
         """Does nothing: there are no connections."""

@@ -32,6 +32,7 @@ from tiffin.messenger.shm.host_copy import BufferLike, ByteArray, byte_view
 from ..errors import CorruptBlock, InvalidInput, NoRoom, VersionMismatch
 from ..format.header import PAGE_BYTES, read_header
 from ..memory.arena import Arena, Extent
+from ..sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -98,8 +99,9 @@ class Tier(ABC):
         offset = self.arena.allocate(length)
         if offset is None:
             raise NoRoom(
-                f"{self.name} has no {length} bytes in a row: {self.arena.free_bytes} of "
-                f"{self.capacity_bytes} are free, at most {self.arena.largest_free_bytes} together"
+                f"{self.name} has no {format_bytes(length)} in a row: "
+                f"{format_bytes(self.arena.free_bytes)} of {format_bytes(self.capacity_bytes)} are "
+                f"free, at most {format_bytes(self.arena.largest_free_bytes)} together"
             )
         return Extent(offset, self.arena.round_up(length))
 
@@ -266,7 +268,9 @@ class Tier(ABC):
 def whole_granules(nbytes: int) -> int:
     """`nbytes` rounded down to whole pages. Raises InvalidInput for less than one page."""
     if nbytes < GRANULE_BYTES:
-        raise InvalidInput(f"a tier of {nbytes} bytes; it needs at least {GRANULE_BYTES}")
+        raise InvalidInput(
+            f"a tier of {format_bytes(nbytes)}; it needs at least {format_bytes(GRANULE_BYTES)}"
+        )
     return nbytes // GRANULE_BYTES * GRANULE_BYTES
 
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from ..errors import CorruptBlock, InvalidInput, TierUnavailable, VersionMismatch
 from ..memory.arena import Extent
+from ..sizes import format_bytes
 from .base import Tier, TierName, TierWarning
 from .directio import PIECE_BYTES, QUEUE_DEPTH, DirectFile
 from .slab import (
@@ -278,9 +279,9 @@ class NvmeTier(Tier):
     def _check_capacity(self, layout: SlabLayout) -> None:
         if layout.capacity_bytes != self.capacity_bytes:
             raise InvalidInput(
-                f"{self.path} was created with {layout.capacity_bytes} bytes and "
-                f"{self.capacity_bytes} are asked for: ask for {layout.capacity_bytes}, or delete "
-                f"the file and lose its blocks"
+                f"{self.path} was created with {format_bytes(layout.capacity_bytes)} and "
+                f"{format_bytes(self.capacity_bytes)} are asked for: ask for exactly "
+                f"{layout.capacity_bytes} bytes, or delete the file and lose its blocks"
             )
 
     def _extend_slab(self, fd: int, layout: SlabLayout) -> int:
@@ -291,7 +292,7 @@ class NvmeTier(Tier):
         if missing_bytes <= 0:
             return layout.capacity_bytes
         _preallocate(fd, layout.file_bytes, self.directory)
-        _warn(f"{self.path} was {missing_bytes} bytes short; the blocks in them are lost")
+        _warn(f"{self.path} was {format_bytes(missing_bytes)} short; the blocks in them are lost")
         return max(0, file_bytes - layout.data_offset)
 
     def _set_aside(self, reason: CorruptBlock) -> None:
@@ -328,10 +329,10 @@ def _preallocate(fd: int, nbytes: int, directory: Path) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         missing_bytes = nbytes - free_bytes
-        short = f", {missing_bytes} too little" if missing_bytes > 0 else ""
+        short = f", {format_bytes(missing_bytes)} too little" if missing_bytes > 0 else ""
         raise TierUnavailable(
-            f"a slab of {nbytes} bytes does not fit in {directory}: {_text(error)}; "
-            f"{free_bytes} bytes are free{short}"
+            f"a slab of {format_bytes(nbytes)} does not fit in {directory}: {_text(error)}; "
+            f"{format_bytes(free_bytes)} are free{short}"
         ) from error
 
 

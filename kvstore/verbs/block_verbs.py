@@ -34,6 +34,7 @@ from ..format.header_writer import check_shard_blocks, seal, shard_blocks_max, s
 from ..node.core import messages
 from ..node.core.node_core import ReserveStatus
 from ..node.core.records import BEING_WRITTEN, IN_DRAM, Kept, Reason
+from ..sizes import format_bytes
 from ..tiers.base import TierName
 from .arguments import Verify, check_blocks, check_ttl
 
@@ -428,8 +429,9 @@ def reserve(
     reply, slots = yield from _reserve(prefix, selection, deadline, copy=copy)
     if not reply.statuses and reply.reason == Reason.NO_ROOM:
         raise NoRoom(
-            f"no room for a block of {prefix.schema.extent_bytes} bytes within {timeout_s} s: "
-            "everything else is leased, pinned, being written, or an ancestor of this block"
+            f"no room for a block of {format_bytes(prefix.schema.extent_bytes)} within "
+            f"{timeout_s} s: everything else is leased, pinned, being written, "
+            "or an ancestor of this block"
         )
     resident, busy = (
         tuple(i for i, status in enumerate(reply.statuses) if status == wanted)

@@ -6,16 +6,19 @@ import json
 import re
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from apisupport import KEY, MODEL, Recorder
 from clisupport import run
 from directory.ports import free_port
+from rich.console import Console
 from serversupport import served
 
-from tiffin.conductor.cli import parse_changes
+from tiffin.conductor.cli import _instances_table, parse_changes
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.records import InstanceSpec, Load, Rejection, Request, Role, Status
 from tiffin.conductor.web.auth import load_tokens
+from tiffin.conductor.wire.models import InstanceReply
 from tiffin.kvstore.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -63,6 +66,35 @@ def test_status_lists_instances_and_what_is_missing(url: str, core: Recorder) ->
     draining = run("status", "--url", url)
     assert draining.exit_code == 1
     assert "draining" in draining.output
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_narrow_terminal_shows_whole_ids(width: int) -> None:
+    loads: dict[str, float | None] = {"queued_tokens": 12_345.0, "context_tokens": 99e3}
+    shown = InstanceReply(
+        id="127.0.0.1:58001",
+        model="meta-llama/Llama-3.1-8B-Instruct",
+        role="mixed",
+        status="ready",
+        profile="p",
+        url="",
+        node="node-1",
+        block_tokens=16,
+        block_bytes=0,
+        kv_capacity_tokens=1,
+        batch_max=1,
+        labels={},
+        heard_s=1.0,
+        load=loads,
+    )
+    long = msgspec.structs.replace(shown, id="i" * 60)
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(_instances_table([shown, long]))
+    text = capture.get()
+    assert "127.0.0.1:58001" in text
+    assert text.count("i" * 24) == 2, "a long id is whole too, in several lines"
+    assert "…" not in text
 
 
 def test_status_names_silent_instances(url: str, core: Recorder) -> None:

@@ -24,6 +24,7 @@ from tiffin.kvstore.credentials import read_token
 from tiffin.kvstore.errors import InvalidInput, TokenError
 from tiffin.kvstore.extras import need
 from tiffin.kvstore.format.keys import MAX_SECRET_BYTES, Prefix
+from tiffin.kvstore.sizes import format_bytes
 
 from ...errors import InvalidRequest
 from ...events.vllm_events import lora_namespace
@@ -235,7 +236,7 @@ def read_schema(path: Path) -> KVSchema:
         with path.open("rb") as file:
             raw = file.read(_SCHEMA_BYTES_MAX + 1)
         if len(raw) > _SCHEMA_BYTES_MAX:
-            raise InvalidInput(f"{path} is larger than {_SCHEMA_BYTES_MAX} bytes")
+            raise InvalidInput(f"{path} is larger than {format_bytes(_SCHEMA_BYTES_MAX)}")
         return parse_schema(raw.decode("ascii").strip())
     except (OSError, ValueError) as error:
         raise InvalidInput(f"can't read a schema from {path}: {error}") from error

@@ -23,6 +23,10 @@ _TAIL_BYTES = 64 << 10
 LAST_LINES = 10
 
 
+# What typer draws around an error.
+_FRAME = str.maketrans("", "", "╭╮╰╯│─")
+
+
 def tethered(command: Sequence[str], at_death: signal.Signals) -> list[str]:
     """The command line of a process that gets `at_death` when this process ends, by whatever (see
     `tether.py`). Start it from a thread that lives as long as it may: mostly the main one."""
@@ -69,8 +73,8 @@ class ChildProcess:
         return f"ended with status {status}"
 
     def last_lines(self, count: int = LAST_LINES) -> list[str]:
-        """The end of its log."""
-        text = _tail(self.log).decode("utf-8", "replace")
+        """The end of its log, without the frame that typer draws around an error."""
+        text = _tail(self.log).decode("utf-8", "replace").translate(_FRAME)
         return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
 
     def trim_log(self) -> None:

@@ -152,6 +152,14 @@ class _Member:
         return self.child is not None and self.child.alive
 
 
+def split_options(more: str) -> list[str]:
+    """The further options of `tiffin node` as words. Raises InvalidInput."""
+    try:
+        return shlex.split(more)
+    except ValueError as error:  # a quotation mark without its pair
+        raise InvalidInput(f"options of nodes {more!r}: {error}") from error
+
+
 class LocalPool:
     """The children and their folder. Use it from one thread, and start it from the main one."""
 
@@ -297,7 +305,7 @@ class LocalPool:
             command += ["--listen", f"[{host}]:0" if ":" in host else f"{host}:0"]
             command += ["--directory", self.directory, "--pool", options.pool]
             command += ["--token-file", str(self.token_file)]
-        return command + shlex.split(options.more)
+        return command + split_options(options.more)
 
     def _redis_is_up(self) -> bool:
         try:
@@ -327,7 +335,7 @@ class LocalPool:
             for happening in self.look(restart=False):
                 tell(happening)
                 if happening.kind == "ended":
-                    why = f": {happening.lines[-1]}" if happening.lines else ""
+                    why = f": {happening.lines[-1].strip()}" if happening.lines else ""
                     raise NodeUnavailable(
                         f"{happening.name} {happening.words} while it was started{why}"
                     )

@@ -155,6 +155,8 @@ def test_nobody_there() -> None:
             with pytest.raises(NotConnected) as refused:
                 await sent(http, f"http://127.0.0.1:{free_port()}")
             assert not refused.value.late
+            assert "Connection refused" in str(refused.value)
+            assert "ssl" not in str(refused.value)
             for url in ("", "nowhere", "http://", "ftp://h/x"):
                 with pytest.raises(InvalidRequest):
                     await sent(http, url)

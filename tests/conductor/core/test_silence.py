@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from tiffin.conductor.api.app import create_app
 from tiffin.conductor.core.silence import NAMED_MAX, silent
 from tiffin.conductor.records import Load, Rejection
+from tiffin.conductor.service.server import tell_lost
 from tiffin.conductor.web.auth import Grant, Right, Tokens
 
 
@@ -68,3 +69,29 @@ def test_readyz_tells_whoever_has_a_token(tokens: bool) -> None:
         )
         if tokens:
             assert http.get("/readyz").json()["notes"] == []
+
+
+def test_the_log_names_each_once_when_it_is_lost_and_once_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = conductor(spec("engine-1"), spec("engine-2"), core={"forget_s": 100.0})
+    made.heartbeat("engine-2", Load(), 11.0)
+    known: set[str] = set()
+    with caplog.at_level("INFO", logger="tiffin.conductor"):
+        for now in (5.0, 12.0, 12.1, 13.0):
+            made.tick(now)
+            known = tell_lost(made.cluster, known)
+        made.heartbeat("engine-1", Load(), 14.0)
+        known = tell_lost(made.cluster, known)
+        made.tick(40.0)
+        known = tell_lost(made.cluster, known)
+        made.tick(200.0)
+        known = tell_lost(made.cluster, known)
+    assert [line.getMessage() for line in caplog.records] == [
+        "engine-1 is silent, and gets nothing new until it is heard again",
+        "engine-1, which was silent, is heard again",
+        "engine-1 is silent, and gets nothing new until it is heard again",
+        "engine-2 is silent, and gets nothing new until it is heard again",
+        "engine-1, which was silent, is taken off the list",
+        "engine-2, which was silent, is taken off the list",
+    ]

@@ -382,7 +382,9 @@ def test_a_lost_connection_is_followed_by_an_inventory(cluster: Cluster, world: 
     wait_until(lambda: world.feed.statistics()["nodes"]["one"]["resyncs"] == 2, "it is in sync")
 
 
-def test_without_the_directory_nodes_are_followed_all_the_same(cluster: Cluster) -> None:
+def test_without_the_directory_nodes_are_followed_all_the_same(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     directory = cluster.flaky()
     world = World(cluster, directory, cluster.credentials)
     with contextlib.closing(world):
@@ -393,6 +395,9 @@ def test_without_the_directory_nodes_are_followed_all_the_same(cluster: Cluster)
         world.await_held(one.put(fresh_prefix(2, LARGE)), "one", 2)
         directory.away = False
         wait_until(lambda: not world.feed.statistics()["directory_error"], "it is back")
+    said = [line.getMessage() for line in caplog.records if "the directory" in line.getMessage()]
+    assert ["does not answer" in line for line in said] == [True, False], said
+    assert said[1] == "the directory answers again"
 
 
 def test_nodes_of_a_fixed_list_and_one_that_is_not_there(cluster: Cluster) -> None:

@@ -362,9 +362,18 @@ def test_check_says_all_that_is_wrong(tmp_path: Path) -> None:
         "ttft_s 2",
     ):
         assert part in said, said
-    config.write_text("[clients.app]\ntokens_per_minut = 3")
-    with pytest.raises(AssertionError):
-        assert check(str(config))[0] == 0
+    for content, place in (
+        ("[clients.app]\ntokens_per_minut = 3", "`clients.app`"),
+        ("[clients.'a b'.objectives]\nttft_s = 'x'", "`clients.a b.objectives.ttft_s`"),
+        ("[models.m]\n[models.n]\nkeys = 3", "`models.n.keys`"),
+        ("[timeouts]\nstop_s = 'x'", "`$.timeouts.stop_s`"),
+        ("refresh_s = \n", "line 1"),
+    ):
+        config.write_text(content)
+        code, said = check(str(config))
+        assert code == 1, said
+        assert place in said, said
+    assert check(str(tmp_path / "absent.toml"))[0] == 1
     config.write_text("[models.m.objectives]\nttft_s = 3")
     assert check(str(config)) == (0, check(str(config))[1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -18,17 +19,21 @@ from kvsupport import (
     wait_until,
 )
 from rich.console import Console
+from rich.text import Text
 
 from tiffin.kvstore import Client
 from tiffin.kvstore.cli import main
 from tiffin.kvstore.cli.local.local_pool import LocalPool, LocalPoolOptions
 from tiffin.kvstore.cli.local.token_file import make_secret_file
 from tiffin.kvstore.cli.operate import find_node
-from tiffin.kvstore.cli.pool_status import Overview, Sample, count_replicas
-from tiffin.kvstore.cli.status import MATRIX_NODES_MAX, pool_tables
+from tiffin.kvstore.cli.pool_status import Overview, Sample, clashes, count_replicas
+from tiffin.kvstore.cli.status import MATRIX_NODES_MAX, NODE_S, pool_tables
+from tiffin.kvstore.cli.watching import show
+from tiffin.kvstore.connection import connection
 from tiffin.kvstore.credentials import Credentials, read_token
+from tiffin.kvstore.deadlines import OVERRUN_S
 from tiffin.kvstore.directory import NodeRecord, open_directory
-from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.server.tcp_server import RemoteService
 from tiffin.kvstore.url import Pool, parse_url
@@ -200,6 +205,60 @@ def test_status_of_what_has_none(run: Run, arguments: list[str]) -> None:
     shown = run("status", *arguments)
     assert shown.returncode == 2
     assert len(shown.stderr.strip().splitlines()) == 1, shown.stderr
+
+
+def test_nodes_of_one_name_are_named() -> None:
+    nodes = [
+        {"name": "a", "address": "h:1"},
+        {"name": "a", "address": "h:1"},  # the last run of the same node
+        {"name": "b", "address": "h:2"},
+        {"name": "b", "address": "h:3"},
+    ]
+    assert clashes(nodes) == ["several nodes are called b, at h:2, h:3: give each its own --name"]
+
+
+def test_a_stopped_node_costs_a_command_two_seconds_and_not_ten(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts and never answers, as a node does that SIGSTOP stopped."""
+    assert NODE_S <= 3
+    monkeypatch.setattr("tiffin.kvstore.cli.status.NODE_S", 0.05)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        waited: list[float] = []
+        receive = connection._received
+
+        def timed(sock: socket.socket) -> Any:
+            waited.append(sock.gettimeout() or 0.0)
+            return receive(sock)
+
+        monkeypatch.setattr(connection, "_received", timed)
+        shown = run("status", "--socket", tmp_path / "s")
+    assert shown.returncode == 2
+    assert "no node answers" in shown.stderr
+    assert waited
+    assert max(waited) <= 0.05 + OVERRUN_S
+
+
+def test_what_is_watched_goes_on_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    looks = iter([{"n": 1}, {"n": 2}, NodeUnavailable("gone for now"), {"n": 3}])
+
+    def look() -> dict[str, Any]:
+        found = next(looks, None)
+        if found is None:
+            raise KeyboardInterrupt
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    found = show(look, lambda found: Text(f"{found['n']}"), as_json=False, watch=0.001)
+    assert found == {"n": 3}
+    capsys.readouterr()
+    looks = iter([{"n": 1}, {"n": 2}])
+    show(look, lambda found: Text(""), as_json=True, watch=0.001)
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line) for line in lines] == [{"n": 1}, {"n": 2}]
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -32,7 +32,12 @@ from tiffin.kvstore import Client
 from tiffin.kvstore.cli import main
 from tiffin.kvstore.cli.local import child_processes
 from tiffin.kvstore.cli.local.child_processes import ChildProcess
-from tiffin.kvstore.cli.local.local_pool import Backoff, LocalPool, LocalPoolOptions
+from tiffin.kvstore.cli.local.local_pool import (
+    Backoff,
+    LocalPool,
+    LocalPoolOptions,
+    split_options,
+)
 from tiffin.kvstore.cli.local.local_redis import SERVER_VARIABLE, find_redis, free_port, need_redis
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 
@@ -347,6 +352,20 @@ def test_a_log_keeps_its_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert log.read_text().startswith("[older lines were cut]")
     assert any("ready" in line for line in child.last_lines())
     assert child.end_in_words() == "ended with status 1"
+
+
+def test_the_last_line_of_a_child_is_its_error(tmp_path: Path) -> None:
+    """Typer frames it, so that the last line of its log is the frame's."""
+    log = tmp_path / "log"
+    log.write_text("Usage: x\n╭─ Error ────╮\n│ No such option: --nonsense  │\n╰──────╯\n")
+    child = ChildProcess("node", [sys.executable, "-c", ""], log)
+    child.process.wait(20)
+    assert child.last_lines()[-1].strip() == "No such option: --nonsense"
+
+
+def test_options_of_nodes_that_are_no_words_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="No closing quotation"):
+        split_options("--policy 'lru")
 
 
 def test_a_pool_in_a_program(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from tiffin.kvstore.node.core.publisher_core import (
 )
 from tiffin.kvstore.node.core.records import IN_DRAM, IN_NVME
 from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.node.publisher import Publisher
+from tiffin.kvstore.node.publisher import Publisher, name_taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -846,3 +846,36 @@ def test_a_real_node(directory: EmbeddedDirectory) -> None:
         host.disconnect(session, fenced=True)
     finally:
         host.close()
+
+
+# -- what does not fit -----------------------------------------------------------------------------
+
+
+def test_a_name_that_another_node_has_is_said_once_and_taken_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory, other = EmbeddedDirectory.named("taken"), EmbeddedDirectory.named("taken")
+    number = other.register(record(address="10.0.0.2:7700", socket="/run/other.sock"))
+    options = PublisherOptions(heartbeat_s=0.01)
+    publisher = Publisher(FakeNode(), directory, record, options)
+    try:
+        publisher.start()
+        eventually(lambda: "called node-a too, at 10.0.0.2:7700" in publisher.reason, "it is said")
+        other.withdraw(number)
+        eventually(lambda: not publisher.reason, "it is taken back")
+    finally:
+        publisher.close()
+        directory.close()
+        other.close()
+    said = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+    assert [("give each its own" in line, "fit together again" in line) for line in said] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_the_last_run_of_a_node_does_not_take_its_name() -> None:
+    own = record(number=2)
+    assert not name_taken(own, [own, record(number=1), record(address="h:2")])
+    assert not name_taken(own, [record("node-b", address="h:2", socket="/x")])
+    assert name_taken(own, [record(address="h:2", socket="/x")])

@@ -244,11 +244,11 @@ def test_a_truncated_slab_keeps_what_is_left(tmp_path: Path) -> None:
     report = inspect_slab(tmp_path)
     assert report.missing_bytes == TIER_BYTES - extents[3].offset - PAGE_BYTES
     assert [block.status for block in report.blocks] == ["ok"] * 3 + ["damaged"] * 2
-    with pytest.warns(TierWarning, match="bytes short"):
+    with pytest.warns(TierWarning, match="B short"):
         assert _survivors(tmp_path) == ([0, 1, 2], 2)
     assert (tmp_path / SLAB_NAME).stat().st_size == layout.file_bytes
     os.truncate(tmp_path / SLAB_NAME, layout.map_offset + 10)
-    with pytest.warns(TierWarning, match="bytes short"):
+    with pytest.warns(TierWarning, match="B short"):
         assert _survivors(tmp_path)[0] == []
 
 
@@ -284,7 +284,7 @@ def _xxh3(data: bytes | bytearray) -> int:
 def test_another_capacity_is_refused(tmp_path: Path) -> None:
     _filled(tmp_path, 1)
     for capacity_bytes in (TIER_BYTES // 2, TIER_BYTES * 2):
-        with pytest.raises(InvalidInput, match=f"ask for {TIER_BYTES}, or delete"):
+        with pytest.raises(InvalidInput, match=f"ask for exactly {TIER_BYTES} bytes, or delete"):
             NvmeTier(tmp_path, capacity_bytes)
     assert _survivors(tmp_path) == ([0], 0)
 
@@ -310,7 +310,7 @@ def test_a_symlink_is_not_followed(tmp_path: Path) -> None:
 
 def test_no_space_shows_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", _refusing(errno.ENOSPC))
-    with pytest.raises(TierUnavailable, match=r"does not fit.*ENOSPC.*bytes are free"):
+    with pytest.raises(TierUnavailable, match=r"does not fit.*ENOSPC.*B are free"):
         _open(tmp_path)
     assert os.listdir(tmp_path) == []
 
