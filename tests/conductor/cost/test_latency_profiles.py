@@ -212,7 +212,7 @@ def test_a_file_has_a_largest_size(tmp_path: Path) -> None:
     path.write_text(json.dumps(GOOD) + " " * room)
     assert from_file(path).name == "mine"
     path.write_text(json.dumps(GOOD) + " " * (room + 1))
-    with pytest.raises(InvalidRequest, match="more than 65536 bytes"):
+    with pytest.raises(InvalidRequest, match="more than 64 KiB"):
         from_file(path)
 
 
