@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-rs")
+_TESTS = (
+    "-m",
+    "pytest",
+    "-q",
+    "-m",
+    "",
+    "-p",
+    "no:cacheprovider",
+    "--import-mode=importlib",
+    "-rs",
+)
+# `-m ""`: those marked `full` too.
 NO_GPU = "no GPU"
 _BENCH = ("tests/gpu/benchmarks.py", "bench")
 
