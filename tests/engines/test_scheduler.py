@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-
 @pytest.fixture
 def start_second(start: Callable[..., Engine]) -> Callable[..., Engine]:
     """A function that starts an engine, after another one has stored `STORED`."""
