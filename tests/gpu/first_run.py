@@ -44,7 +44,7 @@ PIECES = (
     Piece("driver", 20, ("tests/gpu/driver.py",), needs_gpu=True),
     Piece(
         "copies",
-        70,
+        60,
         _TESTS,
         (
             "tests/messenger/gpu/test_copier.py::test_a_gpu_moves_what_it_should",
@@ -56,7 +56,7 @@ PIECES = (
     ),
     Piece(
         "kernels",
-        110,
+        100,
         _TESTS,
         (
             "tests/kernels/test_ranges.py::test_ranges_longer_than_a_chunk",
@@ -66,9 +66,9 @@ PIECES = (
             "tests/kernels/test_quant.py::test_a_window_of_a_block",
         ),
     ),
-    Piece("transformers", 120, ("tests/gpu/llama.py",)),
-    Piece("bench-kernels", 80, (*_BENCH, "kernels", "--quick", "--json")),
-    Piece("bench-hbm", 80, (*_BENCH, "hbm", "--quick", "--json")),
+    Piece("transformers", 110, ("tests/gpu/llama.py",)),
+    Piece("bench-kernels", 120, (*_BENCH, "kernels", "--quick", "--json")),
+    Piece("bench-hbm", 70, (*_BENCH, "hbm", "--quick", "--json")),
 )
 
 
