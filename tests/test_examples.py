@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,11 @@ import httpx
 import pytest
 import typer
 from certsupport import make_authority
-from examplesupport import FENCE, PAGES, Stage, examples, leaves, parse, program
+from examplesupport import DOCS, FENCE, PAGES, Stage, examples, leaves, parse, program
 
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.records import InstanceSpec, Load, Rejection, Request, Role
+from tiffin.kvstore import Client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -343,6 +344,31 @@ def test_it_runs(example: Example, stage: Stage) -> None:
     how = _begins(example, PLAYS)
     assert how is not None
     PLAYS[how](stage, example.command)
+
+
+@pytest.mark.full
+def test_a_pool_of_several_machines_starts_as_its_guide_says(stage: Stage) -> None:
+    """operations.md from its first step to a look at the pool, with nothing but what it names."""
+    text = (DOCS / "operations.md").read_text(encoding="utf-8")
+    guide = text.partition("## Starting a pool of several machines")[2].partition("\n## ")[0]
+    for command in re.findall(r"`(tiffin token [^`]+)`", guide):
+        _token(stage, command)
+    client_url = stage.here(*re.findall(r"Clients open `([^`]+)`", guide))
+    del stage.environment["TIFFIN_REDIS_PASSWORD"]
+    stage.files()
+    _tokenizer(stage.folder / "models" / "llama-3-8b")
+    commands = [line for code in re.findall(r"```sh\n(.*?)```", guide, re.DOTALL)
+                for line in code.splitlines()]  # fmt: skip
+    assert [one.split()[1] for one in commands] == ["node", "conductor", "gateway"]
+    says = (r"registered as number", "the conductor answers at", "the gateway answers at")
+    (look,) = re.findall(r'^(tiffin status "redis://.*) --watch', text, re.MULTILINE)
+    with ExitStack() as servers:
+        for command, ready in zip(commands, says, strict=True):
+            servers.enter_context(stage.running(command, ready))
+        (node,) = json.loads(stage.run(f"{look} --json"))["nodes"]
+        assert node["state"] == "up"
+        with Client.open(client_url) as client:
+            assert client.statistics()["home"] is not None
 
 
 @of(["tiffin bench"])

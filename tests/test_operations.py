@@ -56,6 +56,13 @@ def test_the_unit_of_systemd_starts_a_node_and_waits_for_its_flush() -> None:
     assert float(service["TimeoutStopSec"]) > flush_s
 
 
+def test_every_command_and_client_of_the_guide_has_the_password_of_redis() -> None:
+    text = (DOCS / "operations.md").read_text(encoding="utf-8")
+    urls = re.findall(r"redis://10\.0\.0\.1[^\s\"`]*", text)
+    assert len(urls) >= 5
+    assert [url for url in urls if "password_file=/etc/tiffin/redis-password" not in url] == []
+
+
 @pytest.mark.parametrize(
     ("command", "page"),
     [

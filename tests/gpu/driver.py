@@ -10,7 +10,7 @@ import torch
 from tiffin.messenger.gpu.cuda_driver import load
 
 if not torch.cuda.is_available():
-    print(json.dumps("skipped: no GPU"))
+    print(json.dumps("no GPU"))
     sys.exit(0)
 torch.zeros(1).cuda()
 driver = load()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,24 +13,38 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-rs")
+_TESTS = (
+    "-m",
+    "pytest",
+    "-q",
+    "-m",
+    "",
+    "-p",
+    "no:cacheprovider",
+    "--import-mode=importlib",
+    "-rs",
+)
+# `-m ""`: those marked `full` too.
+NO_GPU = "no GPU"
 _BENCH = ("tests/gpu/benchmarks.py", "bench")
 
 
 class Piece(NamedTuple):
-    """`arguments` of Python, and `tests`, ids of pytest. All limits together: eight minutes."""
+    """`arguments` of Python, and `tests`, ids of pytest. All limits together: eight minutes.
+    What `needs_gpu` proves nothing without one: it runs there too, and counts as skipped."""
 
     name: str
     limit_s: int
     arguments: tuple[str, ...]
     tests: tuple[str, ...] = ()
+    needs_gpu: bool = False
 
 
 PIECES = (
-    Piece("driver", 20, ("tests/gpu/driver.py",)),
+    Piece("driver", 20, ("tests/gpu/driver.py",), needs_gpu=True),
     Piece(
         "copies",
-        70,
+        60,
         _TESTS,
         (
             "tests/messenger/gpu/test_copier.py::test_a_gpu_moves_what_it_should",
@@ -37,10 +52,11 @@ PIECES = (
             "tests/kvstore/hbm/test_store.py::test_the_pools_memory_is_pinned_while_the_store_is_open",
             "tests/kvstore/hbm/test_store.py::test_a_round_trip_through_the_pool",
         ),
+        needs_gpu=True,
     ),
     Piece(
         "kernels",
-        110,
+        100,
         _TESTS,
         (
             "tests/kernels/test_ranges.py::test_ranges_longer_than_a_chunk",
@@ -50,18 +66,26 @@ PIECES = (
             "tests/kernels/test_quant.py::test_a_window_of_a_block",
         ),
     ),
-    Piece("transformers", 120, ("tests/gpu/llama.py",)),
-    Piece("bench-kernels", 80, (*_BENCH, "kernels", "--quick", "--json")),
-    Piece("bench-hbm", 80, (*_BENCH, "hbm", "--quick", "--json")),
+    Piece("transformers", 110, ("tests/gpu/llama.py",)),
+    Piece("bench-kernels", 120, (*_BENCH, "kernels", "--quick", "--json")),
+    Piece("bench-hbm", 70, (*_BENCH, "hbm", "--quick", "--json")),
 )
 
 
-def run(piece: Piece, out: Path) -> dict[str, Any]:
+def result(piece: Piece, code: int | str, *, gpu: bool) -> str:
+    """`passed`, `failed` or `skipped`, of a piece that ended with `code`."""
+    if code != 0:
+        return "failed"
+    return "passed" if gpu or not piece.needs_gpu else "skipped"
+
+
+def run(piece: Piece, out: Path, *, gpu: bool) -> dict[str, Any]:
     """Run a piece; its line. Its figures are its last line of output, in JSON, or
     a benchmark's report."""
     arguments = [*piece.arguments, *piece.tests]
     if piece.name.startswith("bench"):
         arguments += ["--out", str(out / piece.name)]
+    shutil.rmtree(out / piece.name, ignore_errors=True)  # the report of an earlier run
     log, began = out / f"{piece.name}.log", time.monotonic()
     with log.open("wb") as said:
         try:
@@ -77,7 +101,8 @@ def run(piece: Piece, out: Path) -> dict[str, Any]:
             code = f"more than {piece.limit_s} s"
     lines = log.read_text(errors="replace").splitlines() or [""]
     seconds = round(time.monotonic() - began, 1)
-    line = {"piece": piece.name, "passed": code == 0, "exit": code, "seconds": seconds}
+    ended = result(piece, code, gpu=gpu)
+    line = {"piece": piece.name, "result": ended, "exit": code, "seconds": seconds}
     report = next((out / piece.name).glob("*.json"), None)  # of a benchmark
     try:
         figures = json.loads(report.read_text() if report else lines[-1])
@@ -96,7 +121,7 @@ def machine() -> dict[str, str]:
             found[name] = __import__(name).__version__
         except ImportError:
             found[name] = "missing"
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
     return {"card": card, **found}
 
 
@@ -106,8 +131,8 @@ def main() -> int:
     known, passed = machine(), True
     with (out / "first_run.jsonl").open("w") as lines:
         for piece in PIECES:
-            line = {**run(piece, out), **known}
-            passed &= line["passed"]
+            line = {**run(piece, out, gpu=known["card"] != NO_GPU), **known}
+            passed &= line["result"] != "failed"
             text = json.dumps(line)
             lines.write(text + "\n")
             lines.flush()

@@ -177,9 +177,13 @@ class Stage:
 
     @property
     def redis(self) -> RedisServer:
-        """The Redis that examples have at 10.0.0.1."""
+        """The Redis that examples have at 10.0.0.1. Its password is in the file that
+        operations.md names; examples that name none have it in the environment."""
         if self._redis is None:
-            self._redis = self._stack.enter_context(RedisServer(self.folder))
+            password = self.file("etc/tiffin/redis-password").read_text().strip()
+            server = RedisServer(self.folder, password=password)
+            self._redis = self._stack.enter_context(server)
+            self.environment["TIFFIN_REDIS_PASSWORD"] = password
         return self._redis
 
     def port(self, name: str) -> int:
