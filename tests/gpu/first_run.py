@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+# `-m ""`: those marked `full` too.
 _TESTS = (
     "-m",
     "pytest",
@@ -24,7 +25,6 @@ _TESTS = (
     "--import-mode=importlib",
     "-rs",
 )
-# `-m ""`: those marked `full` too.
 NO_GPU = "no GPU"
 _BENCH = ("tests/gpu/benchmarks.py", "bench")
 

@@ -13,6 +13,8 @@ import yaml
 from typer.main import get_command
 
 from tiffin.bench import cli as bench_cli
+from tiffin.conductor import cli as conductor_cli
+from tiffin.conductor.gateway import cli as gateway_cli
 from tiffin.kvstore import cli
 from tiffin.kvstore.node.node import NodeOptions
 from tiffin.kvstore.sizes import parse_bytes
@@ -39,13 +41,17 @@ def program() -> Any:
     app = typer.Typer()
     cli.commands(app)
     bench_cli.commands(app)
+    conductor_cli.commands(app)
+    gateway_cli.commands(app)
     return get_command(app)
 
 
 def check(words: Sequence[str]) -> None:
     """Raises a usage error unless `tiffin` accepts these words. Runs nothing."""
     command, rest = program(), list(words)
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and not (
+        command.invoke_without_command and (not rest or rest[0].startswith("-"))
+    ):
         name, rest = rest[0], rest[1:]
         assert name in command.commands, words
         command = command.commands[name]
