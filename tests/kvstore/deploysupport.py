@@ -61,7 +61,8 @@ def check(words: Sequence[str]) -> None:
 def commands_of_shell(text: str) -> list[list[str]]:
     """The words after `tiffin` of every such command in shell text, comments cut off."""
     text = text.replace("\\\n", " ")
-    lines = re.findall(r"(?:^|&& *)(?:\w+=\S+ )?tiffin ([^&|#\n]+)", text, re.MULTILINE)
+    words = r"""((?:"[^"\n]*"|'[^'\n]*'|[^&|#\n"'])+)"""  # a URL in quotes has its own & and #
+    lines = re.findall(rf"(?:^|&& *)(?:\w+=\S+ )?tiffin {words}", text, re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
 
