@@ -105,6 +105,9 @@ class Flaky(EmbeddedDirectory):
             raise DirectoryUnavailable("the directory is away")
         return super()._locked()
 
+    def statistics(self) -> dict[str, Any]:
+        return {"healthy": not self.away}  # which are asked of nobody
+
 
 class Member:
     """One node of a `Cluster`."""

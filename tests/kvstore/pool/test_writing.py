@@ -198,7 +198,9 @@ class TestPlacement:
             client.put(prefix, payloads_of(prefix))
         assert client.match(prefix).blocks == 0
         assert client.get(prefix).missing[0].reason == "miss"
-        assert client.statistics() == {"nodes": {}, "links": {}, "home": None}
+        found = client.statistics()
+        assert found.pop("directory")["reason"] == ""
+        assert found == {"nodes": {}, "links": {}, "home": None}
 
     def test_two_choices_are_even_enough(self) -> None:
         dice = random.Random(7)
@@ -503,7 +505,9 @@ class TestDirectoryAway:
         handle.away = True
         prefix = prompt(2)
         assert client.put(prefix, payloads_of(prefix)).complete
-        assert list(client.statistics()["nodes"]) == ["one"]
+        numbers = client.statistics()
+        assert list(numbers["nodes"]) == ["one"]
+        assert not numbers["directory"]["healthy"]
         assert client.get(prefix).missing[0].reason == "directory"
         with pytest.raises(NodeUnavailable, match="the directory is away"):
             client.remove(prefix)
@@ -581,7 +585,7 @@ class TestStatistics:
         client = cluster.open(home)
         check(client, prefix)
         numbers = client.statistics()
-        assert set(numbers) == {"nodes", "links", "home"}
+        assert set(numbers) == {"nodes", "links", "home", "directory"}
         assert set(numbers["nodes"]) == {"home", "far"}
         assert numbers["home"] == "home"
         assert numbers["nodes"]["far"]["directory"]["number"] == far.number
