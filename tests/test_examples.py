@@ -183,7 +183,11 @@ def _asks_conductor(stage: Stage, command: str) -> None:
     """`tiffin conductor status`, `why` and `policy`, of one that is at its own port."""
     with ConductorClient(f"http://127.0.0.1:{stage.port('7800')}") as client:
         client.register(InstanceSpec("i1", MODEL, Role.MIXED, PROFILE), Load())
-    printed = stage.run(f"{command} --url http://127.0.0.1:7800")
+    asked = f"{command} --url http://127.0.0.1:7800"
+    if "--watch" in command:
+        with stage.running(asked, "1 instances", terminal=True):
+            return
+    printed = stage.run(asked)
     for change in command.split()[3:] if " policy" in command else ():
         name, _, value = change.partition("=")
         found: Any = json.loads(printed)

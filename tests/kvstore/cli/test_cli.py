@@ -224,7 +224,7 @@ class TestErrors:
         ("arguments", "part"),
         [
             (["--dram", "nonsense"], "'nonsense' is not a size"),
-            (["--dram", "0"], "at least 4096"),
+            (["--dram", "0"], "at least 4 KiB"),
             (["--dram", "500TiB"], "no DRAM tier"),
             (["--nvme", "/path"], "write a directory and a size"),
             (["--nvme", "/dev/null/x:1MiB"], "no NVMe tier"),
