@@ -90,7 +90,7 @@ def test_opening_says_that_no_descriptors_are_left(
     ):
         open_and_close(urls[kind])
     gc.collect()  # a mapping in the error's traceback has a descriptor of its own
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(os.listdir("/proc/self/fd")) <= len(before)  # others' threads may close some
     with pytest.raises(NodeUnavailable, match=r"no file descriptor is left .*ulimit -n"):
         open_and_close_in_a_loop(urls[kind], count)
     open_and_close(EMBEDDED)
