@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,25 @@ def test_a_client_misses_and_its_statistics_and_log_say_why(
         assert client.statistics()["directory"]["reason"].startswith(WHY)
     said = [line for line in caplog.records if "stamp of our token" in line.getMessage()]
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        ({"directory": {"reason": "none has our token"}}, 0),
+        ({"nodes": [], "reasons": ["none has our token"]}, 1),
+    ],
+)
+def test_a_node_that_answers_passes_its_probe(
+    found: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with its place in the pool: a restart would not mend that."""
+    monkeypatch.setattr("tiffin.kvstore.cli.status._looking", lambda *_: nullcontext((None, None)))
+    monkeypatch.setattr("tiffin.kvstore.cli.status.show", lambda *_: found)
+    monkeypatch.setattr("sys.argv", ["tiffin", "status", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main(installed=False)
+    assert (ended.value.code or 0) == code
 
 
 def test_a_node_with_another_token_says_so(pool: TokenPool) -> None:
