@@ -88,7 +88,6 @@ class _Body(Struct):
 
 # Not strict: 5.0 for 5 and 1 for true, as pydantic has it, by which vLLM reads.
 _body = msgspec.json.Decoder(_Body, strict=False)
-_fields = msgspec.json.Decoder(dict[str, Raw])
 
 
 class _Key:
