@@ -241,8 +241,8 @@ class Service:
             self._feeding.follow_instance(spec, self.models.schema(spec.model))
         if spec is not None and (anew or self.spec(instance) != spec):
             self.core.register(spec, now)
-            if spec.fetches and not spec.block_bytes:
-                log.warning("%s has no block_bytes: nothing is fetched or copied for it", instance)
+            for note in unmeasured([spec]):
+                log.warning("%s", note)
         self.core.heartbeat(instance, load or Load(), now)
 
     def learn_schema(self, spec: InstanceSpec, schema: str | KVSchema) -> None:
@@ -464,7 +464,7 @@ class Service:
             *silent(self.core.cluster, self.clock()),
             *engines[:NAMED_MAX],
             *left_out[:NAMED_MAX],
-            *unmeasured(self.core.cluster),
+            *unmeasured(self.core.cluster.specs),
         ]
 
     def stop(self) -> None:
