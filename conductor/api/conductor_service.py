@@ -453,14 +453,15 @@ class Service:
 
     def notes(self) -> list[str]:
         """What operators should know though requests can be placed: silent instances, engines that
-        could not be registered, what of their events does not count, and instances whose blocks
-        have no known size. At most `NAMED_MAX` of each."""
+        could not be registered, what of their events does not count, instances whose blocks have
+        no known size, and a pool without nodes. At most `NAMED_MAX` of each."""
         engines = [] if self.engines is None else self.engines.troubles()
         left_out = [
             f"{name}: {', '.join(counts)} are not in the index"
             for name, counts in self._left_out().items()
         ]
         return [
+            *([] if self._feeding is None else self._feeding.notes()),
             *silent(self.core.cluster, self.clock()),
             *engines[:NAMED_MAX],
             *left_out[:NAMED_MAX],
