@@ -21,7 +21,7 @@ from plainsupport import run_all
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Those with torch take gigabytes: `make demo` installs them, and runs.
 EXTRAS = ["", "conductor", "redis", "authenticate,bench,tracing"]

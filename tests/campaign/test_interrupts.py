@@ -40,7 +40,7 @@ def interrupted(kind: str, number: int, timeout_s: float) -> None:
     assert report["checked_blocks"] > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_of_a_signal_handler_breaks_nothing(kind: str) -> None:
     interrupted(kind, TASTE, 150)

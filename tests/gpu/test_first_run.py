@@ -46,7 +46,7 @@ def test_the_programs_are_there(piece: Any) -> None:
         assert importlib.util.find_spec(piece.arguments[1]) is not None
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_pytest_finds_every_test() -> None:
     tests = [test for piece in PIECES for test in piece.tests]
     arguments = [*FIRST_RUN._TESTS, "--collect-only", *tests]
@@ -83,7 +83,7 @@ def test_the_report_of_an_earlier_run_is_not_told_again(tmp_path: Path) -> None:
     assert (line["result"], line["said"]) == ("passed", "new")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_model_of_a_gpu_has_a_billion_parameters() -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     with torch.device("meta"):

@@ -74,7 +74,7 @@ class _Late:
         return getattr(self._source, name)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_redis_whose_set_up_takes_longer_than_a_call_serves_the_next_calls(
     own_redis: RedisServer, open_redis: OpenRedis
 ) -> None:
@@ -244,7 +244,7 @@ def test_a_full_redis_refuses_to_publish_and_is_still_read(
     directory.publish(number, KEYS, [], 41)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_replica_is_read_and_not_written(
     own_redis: RedisServer, open_redis: OpenRedis, tmp_path: Path
 ) -> None:
