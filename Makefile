@@ -43,9 +43,9 @@ EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,ben
 CONSTRAINTS ?= tests/constraints.txt
 CONSTRAIN := $(addprefix --constraint ,$(CONSTRAINTS))
 # Nearly all files of tests stay whole, as their fixtures start servers. `loadfile` would keep all of
-# them whole, but runs only one of several tests with one name, as those of schemathesis have. One
-# more than there are cores, as tests wait for processes and deadlines.
-WORKERS := $(shell echo $$(($$(nproc) + 1)))
+# them whole, but runs only one of several tests with one name, as those of schemathesis have. Two
+# for each core, as tests wait for processes and deadlines.
+WORKERS := $(shell echo $$((2 * $$(nproc))))
 PARALLEL := --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 # Tests start hundreds of processes: each would compile our packages anew.
 unexport PYTHONDONTWRITEBYTECODE
