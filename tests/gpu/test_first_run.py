@@ -104,7 +104,7 @@ def test_a_piece_that_fails_or_hangs_does_not_keep_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = (
-        _piece("driver", 'print(\'{"card": "one"}\')', limit_s=10),
+        _piece("driver", 'print(\'{"card": "one"}\')', limit_s=4),
         # It has what the first one leaves of its limit.
         _piece("hangs", "import signal; print('here'); signal.pause()", limit_s=0),
         _piece("ends", "import os; os._exit(3)"),
