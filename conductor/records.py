@@ -89,8 +89,9 @@ class InstanceSpec:
     number of context tokens that its HBM has room for, `batch_max` how many requests it decodes at
     a time. `fetches`: whether its engine can fetch blocks from other instances and nodes, by a
     connector of the pool; without it, or without `block_bytes`, by which the time of a fetch is
-    predicted, only the instance's own blocks count. `part_tokens`: the
-    tokens of its engine's own block, of which it re-uses whole ones only.
+    predicted, only the instance's own blocks count. `prefix_caching`:
+    whether its engine keeps prompts' KV in HBM for later ones; one that does not has what its node
+    has. `part_tokens`: the tokens of its engine's own block, of which it re-uses whole ones only.
     """
 
     id: str
@@ -104,6 +105,7 @@ class InstanceSpec:
     kv_capacity_tokens: int = 1_000_000
     batch_max: int = 256
     fetches: bool = True
+    prefix_caching: bool = True
     labels: dict[str, str] = field(default_factory=dict)
     part_tokens: int = 16
 

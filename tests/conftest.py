@@ -30,6 +30,10 @@ if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
 # processes of the tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Where tests run in the background of a script, interrupts are ignored, and so would the processes
+# that they start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Tests set the width of a console themselves. The environment may have it already (pytest-xdist
 # exports it for its workers), and a console that is created then keeps that width.
 for variable in ("COLUMNS", "LINES"):

@@ -127,7 +127,7 @@ def test_the_readme_runs(environment: dict[str, str], home: Path) -> None:
     assert not shared, "blocks after the second process are not run"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="the engines extra is not installed")
 def test_the_readme_runs_with_transformers(environment: dict[str, str], home: Path) -> None:
     (code,) = (code for code in python_blocks() if "torch" in code)

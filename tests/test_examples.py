@@ -342,7 +342,7 @@ def of(kind: Iterable[str]) -> Any:
     return pytest.mark.parametrize("example", [one for one, how in RUN if how in kind], ids=str)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @of(PLAYS)
 def test_it_runs(example: Example, stage: Stage) -> None:
     how = _begins(example, PLAYS)
@@ -350,7 +350,7 @@ def test_it_runs(example: Example, stage: Stage) -> None:
     PLAYS[how](stage, example.command)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_pool_of_several_machines_starts_as_its_guide_says(stage: Stage) -> None:
     """operations.md from its first step to a look at the pool, with nothing but what it names."""
     text = (DOCS / "operations.md").read_text(encoding="utf-8")
@@ -388,13 +388,13 @@ def test_rows_of_benchmarks_are_ones(example: Example) -> None:
     assert set(re.findall(r"--row (\S+)", example.command)) <= set(rows)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @of(["tiffin status"])
 def test_it_asks_a_node(example: Example, with_node: Stage) -> None:
     _status(with_node, example.command)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @of([start for start in ASKING if "conductor" in start])
 def test_it_asks_a_conductor(example: Example, with_conductor: Stage) -> None:
     _asks_conductor(with_conductor, example.command)

@@ -102,7 +102,7 @@ def test_what_is_needed_is_named_with_one_line() -> None:
     assert missing_extra(ModuleNotFoundError("no name")) is None
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_measurement_is_there() -> None:
     """They are named by strings, and imported when they run."""
     for suite in (STORE, NETWORK, CONDUCTOR, GATEWAY, PEERS, VLLM):
@@ -141,7 +141,7 @@ def test_a_plain_install_works() -> None:
     check_lacking(said, lacking)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_plain_install_has_every_command() -> None:
     helps = [[*name.split()[1:], "--help"] for name, _ in leaves(program())]
     bench = [f"bench {words}" for words in LEFT_OUT]

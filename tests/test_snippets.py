@@ -179,7 +179,7 @@ def test_examples_are_python_and_what_they_import_exists(page: str) -> None:
                     exec(f"from {node.module} import {name.name}", {})
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [page for page, (_, before) in RUN.items() if not all(b[:1] == "!" for b in before)]
 )
@@ -217,7 +217,7 @@ def small(stage: Stage, code: str) -> str:
     return stage.here(code) if "redis://" in code else code
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_node_is_drained(stage: Stage) -> None:
     """The example of replication.md, by a conductor that follows the pool."""
     stage.files()
@@ -242,7 +242,7 @@ def test_a_node_is_drained(stage: Stage) -> None:
         assert "rack2-node7" in stage.run(f"python {script} 127.0.0.1:7800")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_profile_is_one(stage: Stage) -> None:
     """The example of cost.md, with which an instance registers."""
     (profile,) = fences(DOCS / "conductor" / "cost.md", "json")

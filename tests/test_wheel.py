@@ -21,7 +21,7 @@ from plainsupport import run_all
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Those with torch take gigabytes: `make demo` installs them, and runs.
 EXTRAS = ["", "conductor", "redis", "authenticate,bench,tracing"]
@@ -51,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.fixture(params=EXTRAS, ids=lambda extra: extra or "bare")
+@pytest.fixture(scope="module", params=EXTRAS, ids=lambda extra: extra or "bare")
 def installed(request: pytest.FixtureRequest, wheel: Path) -> Iterator[tuple[str, Path]]:
     """The extra, and the folder of an environment with it. Its name is short, for sockets."""
     with tempfile.TemporaryDirectory(prefix="tiffin-w-") as name:

@@ -241,8 +241,8 @@ class Service:
             self._feeding.follow_instance(spec, self.models.schema(spec.model))
         if spec is not None and (anew or self.spec(instance) != spec):
             self.core.register(spec, now)
-            if spec.fetches and not spec.block_bytes:
-                log.warning("%s has no block_bytes: nothing is fetched or copied for it", instance)
+            for note in unmeasured([spec]):
+                log.warning("%s", note)
         self.core.heartbeat(instance, load or Load(), now)
 
     def learn_schema(self, spec: InstanceSpec, schema: str | KVSchema) -> None:
@@ -453,18 +453,19 @@ class Service:
 
     def notes(self) -> list[str]:
         """What operators should know though requests can be placed: silent instances, engines that
-        could not be registered, what of their events does not count, and instances whose blocks
-        have no known size. At most `NAMED_MAX` of each."""
+        could not be registered, what of their events does not count, instances whose blocks have
+        no known size, and a pool without nodes. At most `NAMED_MAX` of each."""
         engines = [] if self.engines is None else self.engines.troubles()
         left_out = [
             f"{name}: {', '.join(counts)} are not in the index"
             for name, counts in self._left_out().items()
         ]
         return [
+            *([] if self._feeding is None else self._feeding.notes()),
             *silent(self.core.cluster, self.clock()),
             *engines[:NAMED_MAX],
             *left_out[:NAMED_MAX],
-            *unmeasured(self.core.cluster),
+            *unmeasured(self.core.cluster.specs),
         ]
 
     def stop(self) -> None:

@@ -21,11 +21,13 @@ within them. So an interval between two reports of a request is
 
     seconds = decode factor · seconds of its steps + prefill factor · seconds of prompts meanwhile
 
-by the profile, and several of them tell both factors (`cost/shared_time.py`).
+by the profile, and several of them tell both factors (`cost/shared_time.py`). One with a prompt
+that may have loaded much does not count either.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -68,7 +70,8 @@ class _Work:
     """What an instance has done by its profile until `at`. `step_s`: of a decode step since then.
     `load_told`: its batch and their context, if it reports them, which are the same since
     `still_since`. The running prefill, of `running_s` by the profile, began at `began_at`, and
-    prefills take `stretch` times that: more if decodes go on meanwhile."""
+    prefills take `stretch` times that: more if decodes go on meanwhile. Until `loads_until` a
+    prefill may have loaded much."""
 
     at: float
     step_s: float
@@ -78,6 +81,7 @@ class _Work:
     prefill_s: float = 0.0
     began_at: float = 0.0
     running_s: float = 0.0
+    loads_until: float = 0.0
     stretch: float = 1.0
     observed_until: float = 0.0  # the decode factor, by intervals that do not overlap
     shared: SharedTime = field(default_factory=SharedTime)
@@ -160,6 +164,7 @@ class CalibratedProfiles:
             flight.prefill_tokens_told = computed_tokens
         work = self._works[self._cluster.name(flight.prefill_row)]
         work.began_at, work.running_s = now, self._compute_s(flight)
+        work.loads_until = math.inf if self._loads(flight) else min(work.loads_until, now)
 
     def prefill_done(self, flight: InflightRequest, kind: str, now: float) -> None:
         """A prefill by its decision's route has ended, by an event of this kind: observe it, once.
@@ -169,16 +174,18 @@ class CalibratedProfiles:
             return
         flight.prefill_observed = True
         instance = self._cluster.name(flight.prefill_row)
-        compute_s, (load_s, most_s) = self._compute_s(flight), self._load_s(flight)
+        compute_s, loads = self._compute_s(flight), self._loads(flight)
         work = self._works[instance]
+        work.loads_until = now if loads else min(work.loads_until, now)
         began_at = flight.prefill_began_at
         work.prefilled(began_at, compute_s, now)
         if began_at is None and flight.alone:
             began_at = flight.decided_at
-        if began_at is None or most_s > _LOAD_SHARE_MAX * compute_s:
+        if began_at is None or loads:
             return
         if self._had_no_decodes(work, flight.prefill_row, began_at):
-            self._observe(instance, "prefill", compute_s, now - began_at - load_s, now)
+            observed_s = now - began_at - self._load_s(flight)[0]
+            self._observe(instance, "prefill", compute_s, observed_s, now)
 
     def handed_over(self, flight: InflightRequest, now: float) -> None:
         """A request can decode now: observe its steps from here on, if it need not wait."""
@@ -206,7 +213,8 @@ class CalibratedProfiles:
             flight.decode_tokens = tokens  # until several reports make an interval
             return
         flight.decode_mark, flight.decode_tokens = mark, 0
-        if before is not None and tokens and before.at >= work.observed_until:
+        sure_from = max(work.observed_until, work.loads_until)
+        if before is not None and tokens and before.at >= sure_from:
             work.observed_until = now
             self._interval(instance, tokens, before, mark)
 
@@ -254,6 +262,10 @@ class CalibratedProfiles:
         c0, c1, c2 = self._latency[self._cluster.name(flight.prefill_row)][:3]
         prompt = flight.request.prompt_tokens
         return float(prefill_s(c0, c1, c2, prompt, prompt - _computed_tokens(flight)))
+
+    def _loads(self, flight: InflightRequest) -> bool:
+        """Whether loading may have been much of a prefill."""
+        return self._load_s(flight)[1] > _LOAD_SHARE_MAX * self._compute_s(flight)
 
     def _load_s(self, flight: InflightRequest) -> tuple[float, float]:
         """Seconds to load the blocks that are not in the instance's own HBM, as from DRAM: as is

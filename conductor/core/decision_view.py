@@ -157,7 +157,9 @@ class View:
         own_s = self._own_s(request, int(rows[most]), *known)
         queue_s = queues.wait_s(rows, request.priority, own_s, now, request.tenant)
         queue_s = queue_s + self._cluster.others_s.take(rows)
-        hbm, dram, local = _with_queued(tiers, rows, computing, request, now, queue_s)
+        hbm, dram, local = _with_queued(
+            tiers, rows, computing, request, now, queue_s, self._cluster.prefix_caching
+        )
         return PlacedQuestion(
             request=request,
             now=now,
@@ -276,9 +278,10 @@ def _with_queued(
     request: Request,
     now: float,
     queue_s: NDArray[np.float64],
+    prefix_caching: NDArray[np.bool_],
 ) -> tuple[Rows, Rows, Rows]:
     """The leading blocks of each row, by tier, with those that its queue will have computed before
-    the request's turn."""
+    the request's turn: they will be in its HBM, or in its node's memory."""
 
     def turn_at(row: int) -> float:
         at = int(rows.searchsorted(row))  # rows are sorted
@@ -290,8 +293,8 @@ def _with_queued(
     blocks = np.zeros(len(rows), np.int64)
     for row, count in queued.items():
         blocks[int(rows.searchsorted(row))] = count
-    hbm, dram, local = (np.maximum(blocks, tier) for tier in tiers)
-    return hbm, dram, local
+    kept = np.where(prefix_caching.take(rows), blocks, 0)
+    return np.maximum(kept, tiers[0]), np.maximum(blocks, tiers[1]), np.maximum(blocks, tiers[2])
 
 
 def _mask(index: PrefixIndex, tier: str) -> int:

@@ -62,11 +62,11 @@ class DecodeMoves:
 
     def begin(self, instance: str, now: float) -> list[HandOverRequest]:
         """The requests that an instance should hand over now: those first that would take longest
-        there. None if it can't."""
+        there. None if it can't, or has no `block_bytes`."""
         cluster = self._core.cluster
-        if not carries_out(cluster.spec(instance), "hand_over"):
-            return []
         row, orders = cluster.row(instance), list[HandOverRequest]()
+        if not carries_out(cluster.spec(instance), "hand_over") or not cluster.block_bytes[row]:
+            return []
         room = MOVES_MAX - sum(one.source == row for one in self._going.values())
         for flight in heapq.nlargest(TRIES_MAX, self._movable(row, now), key=_left):
             if len(orders) >= room:

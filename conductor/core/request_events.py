@@ -121,10 +121,10 @@ class RequestEvents:
         core.end(flight, now, None)
 
     def _computed(self, flight: InflightRequest, route: HedgedRoute, now: float) -> None:
-        """Enter the blocks of a finished prefill in the index as guesses. For an instance that
-        publishes its own block events, only blocks that it did not have before are guessed. This is
-        not done when the request is scheduled: until the prefill is done no instance can fetch the
-        blocks, and who is queued behind it finds it in `computing`."""
+        """Enter the blocks of a finished prefill in the index as guesses, if its engine keeps them.
+        For an instance that publishes its own block events, only blocks that it did not have before
+        are guessed. This is not done when the request is scheduled: until the prefill is done no
+        instance can fetch the blocks, and who is queued behind it finds it in `computing`."""
         core = self._core
         name, keys, parts = route.prefill, flight.request.keys, flight.request.part_keys
         if name != flight.decision.prefill:  # another route of a race was faster
@@ -134,7 +134,7 @@ class RequestEvents:
             if core.holdings.speaks(name):
                 keys = keys[flight.hbm_blocks :]
                 parts = parts[flight.part_tokens // PART_TOKENS :]
-        if there:
+        if there and core.cluster.spec(name).prefix_caching:
             core.holdings.routed(name, keys, now)
             if parts:
                 core.parts.routed(name, parts, now)

@@ -117,13 +117,21 @@ class RequestPlan:
 
 
 def able(parts: Parts, request: Request) -> tuple[Rows, Rows]:
-    """Candidate rows for the request's prefill, and for its decode, without excluded instances."""
+    """Candidate rows for the request's prefill, and for its decode, without excluded instances. KV
+    of an unknown size would be handed over in no time: who hands over such, and does not decode,
+    prefills only if all others do so as well."""
     able = [parts.view.rows(request.model, prefill=prefill) for prefill in (True, False)]
     if request.exclude:
         cluster = parts.cluster
         out = [cluster.row(name) for name in request.exclude if name in cluster]
         able = [rows[np.isin(rows, out, invert=True)] for rows in able]
-    return able[0], able[1]
+    prefill, decode = able
+    sized = parts.cluster.block_bytes.take(prefill) > 0
+    if not sized.all():
+        sized |= parts.cluster.decodes.take(prefill)
+        if sized.any():
+            prefill = prefill[sized]
+    return prefill, decode
 
 
 def plan_request(
@@ -172,7 +180,8 @@ def _chosen(parts: Parts, request: Request, prefill: Rows, decode: Rows, now: fl
     if parts.cluster.decodes[row]:
         alone = _alone(parts, question, choice, row, now)
         objective_s = request.objectives.tbt_s
-        if alone.forecast.room_then and (objective_s is None or alone.tbt_s <= objective_s):
+        good = alone.forecast.room_then and (objective_s is None or alone.tbt_s <= objective_s)
+        if good or not parts.cluster.block_bytes[row]:
             return alone
     return _decoded(parts, question, choice, decode, now)
 

@@ -6,24 +6,35 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..records import Status
+from ..records import Role, Status
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..records import InstanceSpec
     from ..state.instance_table import Cluster
 
 # Whoever reads of more will look at a list.
 NAMED_MAX = 10
 
 
-def unmeasured(cluster: Cluster) -> list[str]:
-    """What it means that instances which could fetch have not said how large their blocks are."""
-    rows = np.flatnonzero(cluster.used & (cluster.block_bytes == 0)).tolist()
-    specs = [spec for row in rows if (spec := cluster.specs[row]) is not None and spec.fetches]
-    if not specs:
-        return []
-    names = ", ".join(spec.id for spec in specs[:NAMED_MAX])
-    more = f" and {len(specs) - NAMED_MAX} more" if len(specs) > NAMED_MAX else ""
-    return [f"without block_bytes nothing is fetched or copied for {names}{more}"]
+def unmeasured(specs: Iterable[InstanceSpec | None]) -> list[str]:
+    """What it means that instances have not said how large their blocks are."""
+    unsized = [spec for spec in specs if spec is not None and not spec.block_bytes]
+    notes = {
+        "without block_bytes nothing is fetched or copied for {}": [
+            spec.id for spec in unsized if spec.fetches
+        ],
+        "without block_bytes what {} hands over counts as sent in no time": [
+            spec.id for spec in unsized if spec.role is Role.PREFILL
+        ],
+    }
+    return [text.format(_named(ids)) for text, ids in notes.items() if ids]
+
+
+def _named(ids: list[str]) -> str:
+    more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
+    return ", ".join(ids[:NAMED_MAX]) + more
 
 
 def silent(cluster: Cluster, now: float, model: str | None = None) -> list[str]:

@@ -66,6 +66,7 @@ class EngineFacts:
     role: Role | None = None
     events: tuple[int, int, str] | None = None
     adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    prefix_caching: bool = True
 
 
 class _Model(msgspec.Struct):
@@ -120,6 +121,7 @@ def _vllm(metrics: EngineMetrics, info: dict[str, Any]) -> dict[str, Any]:
         "batch_max": _number(_part(config, "scheduler_config").get("max_num_seqs")),
         "role": role.get(str(transfer)) if transfer else None,
         "events": _events(config.get("kv_events_config"), told=bool(config)),
+        "prefix_caching": cache.get("enable_prefix_caching") != "False",
     }
 
 
@@ -136,6 +138,7 @@ def _sglang(info: dict[str, Any]) -> dict[str, Any]:
         "batch_max": _number(info.get("max_running_requests")),
         "role": role.get(str(info.get("disaggregation_mode"))),
         "events": _events(config, told=bool(info)),
+        "prefix_caching": info.get("disable_radix_cache") is not True,
     }
 
 
@@ -194,6 +197,7 @@ def registration(
         kv_capacity_tokens=capacity,
         batch_max=options.batch_max or facts.batch_max or BATCH_MAX,
         fetches=options.fetches,
+        prefix_caching=facts.prefix_caching,
         labels=_labels(facts, options, url) | _adapters(facts, model),
         part_tokens=facts.block_tokens or PART_TOKENS,
     )

@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from tiffin.kvstore.directory import open_directory
-from tiffin.kvstore.directory.base import unreadable
+from tiffin.kvstore.directory.base import nobody, unreadable
 from tiffin.kvstore.errors import TiffinError
 
 from ..errors import ConductorError, InvalidRequest
@@ -125,6 +125,11 @@ class Feeding:
                 f"the blocks of {len(behind)} nodes are not known yet, {min(behind)!r} among them"
             )
         return ""
+
+    def notes(self) -> list[str]:
+        """What operators should know though the feeds are complete: a pool without nodes."""
+        numbers = None if self._directory is None else self._directory.statistics()
+        return [why] if numbers is not None and (why := nobody(numbers)) else []
 
     async def records(self) -> list[NodeRecord] | None:
         """The records of the pool's nodes, from the directory; None while the directory does not

@@ -50,6 +50,7 @@ _COLUMNS: dict[str, tuple[Any, Any]] = {
     "profile": (np.int32, -1),
     "block_bytes": (np.int64, 0),
     "fetches": (np.bool_, False),  # whether it can fetch blocks from other holders
+    "prefix_caching": (np.bool_, False),  # whether it keeps prompts' blocks in HBM
     # Prefill: the queued work. `wait_estimate.py` has the queue's order and the waiting times.
     "queued": (np.int64, 0),
     "queued_tokens": (np.int64, 0),
@@ -90,6 +91,7 @@ class Cluster:
     profile: NDArray[np.int32]
     block_bytes: NDArray[np.int64]
     fetches: NDArray[np.bool_]
+    prefix_caching: NDArray[np.bool_]
     queued: NDArray[np.int64]
     queued_tokens: NDArray[np.int64]
     others_s: NDArray[np.float64]
@@ -217,6 +219,7 @@ class Cluster:
         self.block_bytes[row] = spec.block_bytes
         # Blocks of an unknown size would seem to come in no time.
         self.fetches[row] = spec.fetches and spec.block_bytes > 0
+        self.prefix_caching[row] = spec.prefix_caching
         self.kv_capacity_tokens[row] = spec.kv_capacity_tokens
         self.batch_max[row] = spec.batch_max
         self.heard_at[row] = now

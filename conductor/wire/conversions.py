@@ -148,6 +148,7 @@ def to_spec(instance: str, body: InstanceBody) -> InstanceSpec:
         kv_capacity_tokens=body.kv_capacity_tokens,
         batch_max=body.batch_max,
         fetches=body.fetches,
+        prefix_caching=body.prefix_caching,
         labels=dict(body.labels),
         part_tokens=body.part_tokens,
     )
@@ -331,6 +332,7 @@ def instance_reply(view: InstanceView, models: KeyedModels) -> InstanceReply:
         kv_capacity_tokens=spec.kv_capacity_tokens,
         batch_max=spec.batch_max,
         fetches=spec.fetches,
+        prefix_caching=spec.prefix_caching,
         part_tokens=spec.part_tokens,
         keyed=models.schema(spec.model) is not None,
         labels=spec.labels,

@@ -394,6 +394,9 @@ class InstanceBody(Body, frozen=True, kw_only=True):
     fetches: Annotated[
         bool, Meta(description="Whether its engine can bring blocks from elsewhere.")
     ] = True
+    prefix_caching: Annotated[
+        bool, Meta(description="Whether its engine keeps prompts' KV in HBM for later ones.")
+    ] = True
     part_tokens: Annotated[
         int,
         Meta(ge=1, le=1 << 16, description="Tokens of its engine's own block, re-used as a whole."),
@@ -446,6 +449,7 @@ class InstanceReply(Reply, frozen=True, kw_only=True):
     kv_capacity_tokens: int
     batch_max: int
     fetches: bool = True  # the default for answers of older conductors, which lack the field
+    prefix_caching: bool = True  # likewise
     part_tokens: int = PART_TOKENS  # likewise
     keyed: Annotated[
         bool, Meta(description="Whether its model has a schema, and token ids so have keys.")

@@ -207,6 +207,14 @@ def unreadable(statistics: Mapping[str, Any], own: int = 0) -> str:
     )
 
 
+def nobody(statistics: Mapping[str, Any]) -> str:
+    """That no node is registered in the pool, which may be another pool's name mistyped; else "".
+    `statistics` are those of its directory."""
+    if statistics["nodes"] or not statistics.get("membership_read"):
+        return ""
+    return f"no node is registered in pool {statistics['pool']!r}: is that its name?"
+
+
 def check_record(record: NodeRecord) -> None:
     """Raise InvalidInput for a record that readers would reject."""
     try:

@@ -425,6 +425,8 @@ class RedisDirectory(Directory):
                 "address": self._options.address,
                 "healthy": not down,
                 "down": down,
+                "pool": self._pool,
+                "membership_read": known is not None,
                 "nodes": len(known.nodes) if known is not None else 0,
                 "ignored_records": self._ignored,
                 "unauthenticated_records": self._strangers,

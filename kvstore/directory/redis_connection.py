@@ -53,9 +53,7 @@ class RedisConnection(Protocol):
     def send_packed_command(self, command: list[bytes]) -> None: ...
 
 
-def connection_to(
-    options: RedisOptions, host: str, port: int, *, timeout_s: float | None = None
-) -> RedisConnection:
+def connection_to(options: RedisOptions, host: str, port: int) -> RedisConnection:
     """A connection with the options' password and TLS; not yet opened."""
     arguments: dict[str, Any] = {
         "host": host,
@@ -63,8 +61,8 @@ def connection_to(
         "db": options.database,
         "username": options.username,
         "password": options.password,
-        "socket_timeout": timeout_s or options.timeout_s,
-        "socket_connect_timeout": timeout_s or options.timeout_s,
+        "socket_timeout": options.timeout_s,
+        "socket_connect_timeout": options.timeout_s,
         "protocol": 2,
     }
     kind: Any = redis.SSLConnection if options.tls else redis.Connection

@@ -93,14 +93,13 @@ class _One:
         return _dial(self._options, host, port)
 
     def _dial_master(self) -> RedisConnection:
-        """Connect to the master. Queries the sentinels one after the other, each with its share of
-        the timeout."""
+        """Connect to the master. Queries the sentinels one after the other: calls do not wait for
+        that any longer than they can (`RedisServer.take`)."""
         options = self._options
-        share_s = options.timeout_s / len(options.hosts)
         why: list[str] = []
         for host, port in options.hosts:
             try:
-                return _dial(options, *_ask_sentinel(options, host, port, share_s), master=True)
+                return _dial(options, *_ask_sentinel(options, host, port), master=True)
             except (redis.ResponseError, *LOST) as error:
                 why.append(f"{host}:{port}: {error}")
         raise redis.ConnectionError(f"no sentinel leads to {options.service}: {'; '.join(why)}")
@@ -130,9 +129,9 @@ def _role(connection: RedisConnection) -> Reply:
     return reply[0] if isinstance(reply, list) and reply else None
 
 
-def _ask_sentinel(options: RedisOptions, host: str, port: int, timeout_s: float) -> tuple[str, int]:
+def _ask_sentinel(options: RedisOptions, host: str, port: int) -> tuple[str, int]:
     """The master's address. Raises redis.ConnectionError if this sentinel has none."""
-    connection = connection_to(options.of_sentinels(), host, port, timeout_s=timeout_s)
+    connection = connection_to(options.of_sentinels(), host, port)
     try:
         connection.connect()
         reply = ask(connection, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", options.service)

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# How often a node compares itself with all others: each of them reads all.
+_LOOK_S = 30.0
+
 
 class NodeFeed(Protocol):
     """The interface of a node for its publisher. Thread-safe, and quick: each method takes the
@@ -95,6 +98,7 @@ class Publisher:
         self._doubts: list[bytes] = []
         self._complained = False
         self._reason = ""
+        self._look_at = 0.0
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tiffin-publisher", daemon=True)
@@ -195,6 +199,10 @@ class Publisher:
 
     def _look_around(self, own: NodeRecord) -> None:
         """Compare this node with the others of the pool, and say once what does not fit."""
+        now = time.monotonic()
+        if now < self._look_at and not self._reason:
+            return
+        self._look_at = now + _LOOK_S
         nodes = self._directory.nodes().values()
         reason = name_taken(own, nodes) or unreadable(self._directory.statistics(), own=1)
         if reason and reason != self._reason:

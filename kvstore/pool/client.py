@@ -20,7 +20,7 @@ from ..blocks.payload_buffers import payload_views, target_views
 from ..blocks.selection_copy import source_views
 from ..client.client import Client, LeasedBlocks, Slots
 from ..deadlines import until_s
-from ..directory.base import unreadable
+from ..directory.base import nobody, unreadable
 from ..errors import (
     ClientClosed,
     DirectoryUnavailable,
@@ -511,7 +511,7 @@ class PoolClient(Client):
             home = number.named(own, names, nodes)
         directory = self._driver.members.statistics()
         if directory is not None:
-            directory["reason"] = unreadable(directory)
+            directory["reason"] = unreadable(directory) or nobody(directory)
         return {"nodes": nodes, "links": links, "home": home, "directory": directory}
 
     @property

@@ -160,7 +160,8 @@ class Pinned:
                     return False  # the copy engines can use it nevertheless
         except CudaError as error:
             reason = _REFUSALS.get(error.code, "see the driver's reason")
-            raise PinningError(f"cannot pin {self.nbytes} bytes: {reason} [{error}]") from error
+            size = f"{self.nbytes / 2**30:.1f} GiB"
+            raise PinningError(f"cannot pin {size}: {reason} [{error}]") from error
 
     def __enter__(self) -> Self:
         return self

@@ -94,14 +94,16 @@ class Region:
                 return cls._create(nbytes, name, hugepages=True)
             except OSError as error:
                 _log.warning(
-                    "no huge pages for a region of %d bytes (%s); using ordinary pages. "
+                    "no huge pages for a region of %.1f GiB (%s); using ordinary pages. "
                     "Reserve them with: sysctl vm.nr_hugepages=%d",
-                    nbytes, error.strerror, -(-nbytes // _hugepage_bytes()),
+                    nbytes / 2**30, error.strerror, -(-nbytes // _hugepage_bytes()),
                 )  # fmt: skip
         try:
             return cls._create(nbytes, name, hugepages=False)
         except OSError as error:
-            raise RegionError(f"cannot make a region of {nbytes} bytes: {error}") from error
+            raise RegionError(
+                f"cannot make a region of {nbytes / 2**30:.1f} GiB: {error}"
+            ) from error
 
     @classmethod
     def _create(cls, nbytes: int, name: str, *, hugepages: bool) -> Region:
@@ -188,8 +190,8 @@ class Region:
             missing_bytes = self.nbytes - self._populated_bytes - _available_bytes()
             if missing_bytes > 0:
                 raise RegionError(
-                    f"a region of {self.nbytes} bytes does not fit: "
-                    f"this machine has {missing_bytes} bytes too little available memory"
+                    f"a region of {self.nbytes / 2**30:.1f} GiB does not fit: "
+                    f"this machine has {missing_bytes / 2**30:.1f} GiB too little available memory"
                 )
         self._populate(_MADV_POPULATE_WRITE, _touch_writing)
 

@@ -67,7 +67,7 @@ NAMES = {
 ROW = Row("decision", "what", "us", single(3.0), "limit", single(4.0), (Target("p50", "<=", 9.0),))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_measurements_give_rows_with_limits(name: str) -> None:
     found = SUITE.run(Setting(TINY), [name], lambda _: None)
@@ -77,7 +77,7 @@ def test_measurements_give_rows_with_limits(name: str) -> None:
     check(found.rows)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(
     any(find_spec(name) is None for name in SERVICE), reason="needs the extra conductor"
 )
@@ -108,7 +108,7 @@ def test_each_request_finds_all_of_its_blocks_on_an_instance(kind: str) -> None:
         traffic.next()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_deciding_changes_nothing_and_requests_end() -> None:
     traffic = Traffic(TINY, PRIVATE)
     before = traffic.in_flight
@@ -130,7 +130,7 @@ def test_keys_of_a_request_are_objects_of_its_own() -> None:
 # -- the service -----------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(
     any(find_spec(name) is None for name in SERVICE), reason="needs the extra conductor"
 )
@@ -145,7 +145,7 @@ def test_a_service_and_a_plain_one_are_asked_in_turns() -> None:
     assert latency.value.samples == latency.limit.samples == TINY.turns * TINY.requests
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(
     any(find_spec(name) is None for name in SERVICE), reason="needs the extra conductor"
 )
@@ -240,7 +240,7 @@ def python(tmp_path: Path) -> Path:
     return program
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_dynamo_takes_turns_with_us(python: Path) -> None:
     found = SUITE.run(Setting(TINY, python), ["dynamo"], lambda _: None)
     assert not found.traces

@@ -42,7 +42,7 @@ def run(*options: str, vllm: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_it_says_how_to_get_one(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path))
@@ -53,7 +53,7 @@ def test_without_vllm_it_says_how_to_get_one(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_python_that_is_none() -> None:
     done = run("--vllm", "/nowhere/python")
     assert done.returncode == 3

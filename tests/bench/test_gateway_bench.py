@@ -67,7 +67,7 @@ def test_measurements_give_rows_with_limits(name: str) -> None:
         check(found.rows)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_requests_and_streams_go_all_the_way() -> None:
     """What the clients count is what the engine sent, through every side; refusals are told from
     failures, and streams that are dropped leave nothing behind."""
@@ -141,7 +141,7 @@ def double(
         yield process, port
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_ours_stands_beside_a_router_and_the_missing_ones_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +181,7 @@ def test_a_real_router_passes_on_all_that_it_gets(name: str) -> None:
         assert it.cpu_s(name) > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
 def test_nothing_outlives_a_benchmark_that_is_told_to_stop(tmp_path: Path, number: int) -> None:
     """It was killed at once, and all went on. Then a process did, of which it was told before it

@@ -63,7 +63,7 @@ ROW = Row(
 )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_measurements_give_rows_with_limits(name: str) -> None:
     found = SUITE.run(Setting(TINY), [name], lambda _: None)
@@ -73,7 +73,7 @@ def test_measurements_give_rows_with_limits(name: str) -> None:
     check(found.rows)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_prefix_is_located_in_redis_in_one_round_trip() -> None:
     found = SUITE.run(Setting(TINY), ["locate"], lambda _: None)
     assert not found.crashed
@@ -226,7 +226,7 @@ def python(tmp_path: Path) -> Path:
     return program
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_mooncake_takes_turns_with_us(python: Path) -> None:
     sizes = replace(TINY, block_bytes=(1 * MIB,))
     found = SUITE.run(Setting(sizes, python), ["mooncake"], lambda _: None)
@@ -237,7 +237,7 @@ def test_mooncake_takes_turns_with_us(python: Path) -> None:
     check(found.rows)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_mooncake_is_stopped_whenever_we_are_measured(
     python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +292,7 @@ def test_a_mooncake_that_does_not_start_says_why(python: Path, tmp_path: Path) -
     assert found.crashed["mooncake"].rstrip().endswith("setup failed with -1")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_bytes_that_mooncake_does_not_have_are_no_measurement(python: Path, tmp_path: Path) -> None:
     store = tmp_path / "packages" / "mooncake" / "store.py"
     store.write_text(_STORE.replace("return self.sizes[key]", "return -704"))

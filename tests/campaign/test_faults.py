@@ -101,7 +101,7 @@ def test_whatever_one_part_finds_fails_the_whole(
     assert "this and that" in capsys.readouterr().err
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_part_that_dies_is_a_finding() -> None:
     (report,) = everything.Part("no such part", ()).run()
     assert everything.findings(report) == 1

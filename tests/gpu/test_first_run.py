@@ -53,7 +53,7 @@ def test_the_programs_are_there(piece: Any) -> None:
         assert importlib.util.find_spec(piece.arguments[1]) is not None
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_pytest_finds_every_test() -> None:
     tests = [test for piece in PIECES for test in piece.tests]
     arguments = [*FIRST_RUN._TESTS, "--collect-only", "-qq", *tests]
@@ -155,7 +155,7 @@ def test_without_wheels_it_says_how_to_get_them(
         FIRST_RUN.unpack(tmp_path, tmp_path / "packages")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_model_of_a_gpu_has_a_billion_parameters() -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     with torch.device("meta"):

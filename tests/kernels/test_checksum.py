@@ -74,7 +74,7 @@ def test_the_kernel_and_the_reference_agree_at_length(spans: list[tuple[int, int
     both(MEMORY, spans)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_segments_of_every_kind_in_one_call() -> None:
     both(MEMORY, [(0, 0), (1, 0), (0, PAGE), (16, PAGE), (8, PAGE + 8), (3, PAGE + 1), (0, TILE)])
 
@@ -128,14 +128,14 @@ def test_the_plan_hashes_every_page_once_level_by_level(spans: list[tuple[int, i
     assert levels <= launches <= levels + 1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_zeros_and_ones() -> None:
     for value in (0, 255):
         memory = torch.full((2 * PAGE + 24,), value, dtype=torch.uint8, device=DEVICE)
         assert len(set(both(memory, [(0, n) for n in (0, 8, PAGE, PAGE + 8)]))) == 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_views_of_a_larger_tensor_lie_anywhere() -> None:
     for begin in (1, 8):
         view = MEMORY[begin : begin + 2 * PAGE]
@@ -143,14 +143,14 @@ def test_views_of_a_larger_tensor_lie_anywhere() -> None:
         assert both(view, [(0, 2 * PAGE)]) == whole.tolist()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_more_segments_than_one_program_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_checksum, "_FINISH_SEGMENTS", 2)
     spans = [(8 * i, 16 * i) for i in range(5)]
     assert len(set(both(MEMORY, spans))) == len(spans)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_damage_changes_it() -> None:
     memory = MEMORY[: 3 * PAGE + 40]
     swapped = memory.clone()
@@ -164,7 +164,7 @@ def test_damage_changes_it() -> None:
     assert len(set(found)) == 7
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_bytes_beside_a_span_do_not_count() -> None:
     memory, spans = memory_of(3 * PAGE), [(24, PAGE + 8), (2 * PAGE + 3, 50)]
     right = both(memory, spans)

@@ -110,7 +110,7 @@ def plain_attention(llama_cache: Any) -> Any:
     return torch.stack(outputs).view(toy.LAYERS, toy.KV_HEADS, 3, toy.HEAD_DIM)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_another_engine_computes_the_same(
     llama_cache: Any, daemons: Callable[[], Daemon], tmp_path: Path
 ) -> None:
@@ -128,7 +128,7 @@ def test_another_engine_computes_the_same(
         assert torch.equal(outputs, expected)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_pages_that_were_not_named_stay_as_they_were(llama_cache: Any, daemon: Daemon) -> None:
     rank = toy.Rank(1, 4, "2BHND", 48, seed=9)
     with Client.open(daemon.url) as client:

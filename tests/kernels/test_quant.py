@@ -280,7 +280,7 @@ def test_layers_and_heads_of_a_block(backend: str) -> None:
     assert torch.equal(blocks, expected)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_ranks_slices_and_rank_major_blocks() -> None:
     schema = gqa(scale_tokens=4, kv_heads=4)
     shape = BlockShape.of_schema(schema)

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             way = item.callspec.params.get("way")
             if way in WAYS and way not in FAST_WAYS:
-                item.add_marker("full")
+                item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

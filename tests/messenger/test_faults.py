@@ -132,7 +132,7 @@ def test_a_peer_that_is_killed_in_the_middle(process: Process, parallel_max: int
             transport.read(1, RANGES, arrays, deadline=soon())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel_max", [1, 3])
 def test_a_peer_that_hangs_is_noticed(process: Process, parallel_max: int) -> None:
     """Long before the deadline; and after SIGCONT, reads work again."""
@@ -156,7 +156,7 @@ def test_a_peer_that_hangs_is_noticed(process: Process, parallel_max: int) -> No
         assert np.array_equal(whole, CONTENT)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_write_to_a_peer_that_hangs(process: Process) -> None:
     """The socket buffers some MiB, and then no more."""
     _, arrays = targets()

@@ -103,18 +103,17 @@ def send(server: Server, data: bytes, *, trusted: bool) -> None:
                 received += len(some)
 
 
-COUNTS = [2000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+TURNS = 2000, pytest.param(30_000, marks=pytest.mark.slow)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("count", COUNTS)
-def test_a_server_survives(victim: Server, count: int) -> None:
-    chance = random.Random(count)
+@pytest.mark.parametrize("turns", TURNS[1:])
+def test_a_server_survives(victim: Server, turns: int) -> None:
+    chance = random.Random(turns)
     content = random_bytes(SIZE, 1)
     assert victim.book.add([content.copy()]) == 1
     readable, _ = victim.book._grants[1]
     assert victim.book.add([np.zeros(SIZE, np.uint8)], writes=True) == 2
-    for turn in range(count):
+    for turn in range(turns):
         sent = [chance.choice(client_frames(chance)) for _ in range(chance.randrange(1, 5))]
         send(victim, damage(b"".join(sent), chance), trusted=chance.random() < 0.9)
         if turn % 500 == 499:
@@ -129,13 +128,13 @@ def test_a_server_survives(victim: Server, count: int) -> None:
             victim.messages.clear()
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_a_client_survives(count: int) -> None:
+@pytest.mark.parametrize("turns", TURNS)
+def test_a_client_survives(turns: int) -> None:
     """It gets an answer or a MessengerError, and writes to nothing but its targets."""
-    chance = random.Random(count)
+    chance = random.Random(turns)
     memory = np.zeros(3 * 64, np.uint8)
     ranges = [Range(0, 10), Range(10, 10)]
-    for turn in range(count):
+    for turn in range(turns):
         sent = [chance.choice(server_frames(chance)) for _ in range(chance.randrange(1, 4))]
         data = damage(b"".join(sent), chance)
         ours, theirs = socket.socketpair()

@@ -10,7 +10,7 @@ from .mutations import MUTATIONS, hunt
 SEEDS_MAX = 200
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_planted_bug_is_caught(mutation):
     assert set(mutation.caught_by) <= set(INVARIANTS)

@@ -198,6 +198,7 @@ class Worker:
             node=to.node,
             block_tokens=BLOCK_TOKENS,
             block_bytes=schema.extent_bytes,
+            prefix_caching=False,  # each prompt begins with an empty cache
         )
         presence = Presence(to.conductor, spec, self._load)
         self._presence = self._stack.enter_context(presence)

@@ -236,6 +236,7 @@ class _Cluster:
             block_bytes=block_tokens * options.token_bytes,
             kv_capacity_tokens=options.kv_capacity_tokens,
             batch_max=options.batch_max,
+            prefix_caching=options.hbm_cache_tokens > 0,
             labels={
                 "role_url": "simulated",
                 "orders_url": "simulated",

@@ -256,6 +256,7 @@ class _Simulation:
             kv_capacity_tokens=options.kv_capacity_tokens,
             batch_max=options.batch_max,
             fetches=options.fetches,
+            prefix_caching=options.hbm_cache_tokens > 0,
             labels=CALLED if options.planner == "act" else {},
         )
 
@@ -412,8 +413,6 @@ class _Simulation:
         if self._options.admission == "baseline" and self._rejected_late(job):
             return
         self._reports.event(job, "prefill_done")
-        if not self._options.hbm_cache_tokens:  # else the conductor would take them to be in HBM
-            self._blocks_changed(instance.name, TierChange("hbm", [], [*job.keys]))
         self._reports.event(job, "first_token")
         if job.trace.output_tokens <= 1:  # nothing is left to decode
             self._ended(job)

@@ -200,7 +200,7 @@ def test_scripts_of_peers_import_nothing_of_ours() -> None:
         assert "tiffin" not in script.read_text().replace("Tiffin", "").lower(), script
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_blocks_give_rows_at_every_place(setting: Setting, place: str) -> None:
     @contextlib.contextmanager
@@ -286,7 +286,7 @@ def test_trivial_workers_answer_completions() -> None:
                 assert len(http.seconds([completion([1, 2, 3])] * 3)) == 3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_our_gateway_and_our_schedule_stand_beside_a_router(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ def test_an_objective_that_no_instance_meets_has_no_placement() -> None:
     assert low_affinity(HARDWARE, WORKLOAD, Goals(0.01, 0.1), 20, node_gpus=4) is None
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_pair_on_one_node_fits_and_serves_no_more_than_free_roles() -> None:
     goals = Goals(0.4, 0.03)
     pair = low_affinity(HARDWARE, WORKLOAD, goals, 20, node_gpus=4)
@@ -56,7 +56,7 @@ def test_the_pair_on_one_node_fits_and_serves_no_more_than_free_roles() -> None:
     assert pair.per_gpu <= free.per_gpu * 1.05
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_search_by_bounds_finds_what_trying_all_pairs_finds() -> None:
     goals = Goals(0.4, 0.03)
     units = HARDWARE.units(3)

@@ -75,7 +75,7 @@ def planned(*arguments: object) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_plan_is_confirmed_in_the_whole_simulation() -> None:
     found = planned("--gpus", 24, "--confirm", 1, "--requests", 50)
     (best,) = found["fleets"]

@@ -83,7 +83,7 @@ def test_ours_is_held_and_the_others_are_sent_at_once(monkeypatch: pytest.Monkey
     assert [policy for _, policy in seen[:3]] == [OURS, OURS, "algorithm_1"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_goodput_is_where_a_queue_of_one_server_is_too_long() -> None:
     """Equal prompts at equal distances wait for nobody up to the rate of service, and then all the
     longer."""
@@ -94,7 +94,7 @@ def test_goodput_is_where_a_queue_of_one_server_is_too_long() -> None:
     assert found == pytest.approx(1 / service_s, rel=0.08)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_comes_before_the_judged_requests_does_not_count() -> None:
     """Prompts that miss the objective whatever comes, and when these are done, those above."""
     requests = tuple(TraceRequest(float(number), 4_000, 1) for number in range(100))

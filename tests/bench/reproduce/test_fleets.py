@@ -49,7 +49,7 @@ def loads(fleet: Fleet) -> tuple[float, float]:
     return busy_s / fleet.prefill / trace.span_s, float(steps.mean())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_simulation_agrees() -> None:
     short, short_steps = loads(PREFILL_BOUND)
     idle, steps = loads(DECODE_BOUND)

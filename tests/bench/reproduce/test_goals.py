@@ -133,7 +133,7 @@ def test_a_network_is_asked_for_half_of_what_it_carries_at_most() -> None:
     assert sent_bytes_s == pytest.approx(0.5 * slow.prefill * slow.bandwidth_bytes_s)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_first_tokens_have_a_table_for_each_trace_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_tokens, "_trace", lambda name, seed, lasts_s: small(seed))
     monkeypatch.setattr(first_tokens, "_factor", lambda name, seed, lasts_s: 4.0)
@@ -147,7 +147,7 @@ def test_first_tokens_have_a_table_for_each_trace_and_rate(monkeypatch: pytest.M
     assert set(ORACLES) < set(POLICIES)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_goodput_and_networks_compare_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(goodput, "conversation", lambda: small(0))
     monkeypatch.setattr(goodput, "WARM_UP_S", small(0).span_s / 2)

@@ -69,7 +69,7 @@ def test_the_break_even_is_the_equations() -> None:
     assert found == pytest.approx(327_680 * tokens * peak / flops, rel=2e-3)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_decodes_are_spread_better_by_prediction_than_by_chance() -> None:
     rate, count = 24.0, 500
     chance = tetriinfer_scheduling.decoded("random", rate, 0, count)
@@ -95,7 +95,7 @@ def test_prompts_are_prefilled_where_the_form_says(way: str) -> None:
     assert found.local == expected
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_router_by_prefix_finds_more_and_answers_sooner() -> None:
     ours, turns = (
         dynamo_router.served(policy, "long-document", 2.0, 0, requests=200)
@@ -105,7 +105,7 @@ def test_a_router_by_prefix_finds_more_and_answers_sooner() -> None:
     assert ours.ttft_s < turns.ttft_s
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_only_very_long_contexts_are_spread() -> None:
     found = nanocp_waterfill.decoded("waterfill", "step", 32.0, 0)
     whole = nanocp_waterfill.decoded("whole", "step", 32.0, 0)

@@ -25,7 +25,7 @@ def told(text: str) -> None:
     pass
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_policy_has_a_row_at_each_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours_against_all, "_like_conversation", small)
     found = ours_against_all.conversations(EFFORT, told)

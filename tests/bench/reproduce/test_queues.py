@@ -30,7 +30,7 @@ def test_it_may_not_hold() -> None:
     assert not said(still=0.01)[-1].holds
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_each_way_and_order_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues, "SPAN_S", 40.0)
     monkeypatch.setattr(queues, "AT_ONCE_REQUESTS", 10)

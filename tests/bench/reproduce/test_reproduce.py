@@ -76,7 +76,7 @@ def test_the_page_has_every_figure_and_marks_what_deviates() -> None:
     assert "Hits are fewer, as blocks are larger." in page
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_report_is_one_file_with_its_images_and_no_markup_of_others() -> None:
     page = html_page([FINDING])
     assert "data:image/png;base64," in page

@@ -15,7 +15,7 @@ from tiffin.bench.traces.statistics import describe
 TRACE = toolagent(0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_lengths_and_rate_are_those_of_the_paper() -> None:
     found = describe(TRACE)
     assert found.requests == REQUESTS
@@ -25,7 +25,7 @@ def test_lengths_and_rate_are_those_of_the_paper() -> None:
     assert all(request.arrival_s % GRAIN_S == 0 for request in TRACE.requests)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_hits_over_capacity_are_those_of_figure_9() -> None:
     """Within two points of a hundred; the smallest cache, of 19 blocks, within four."""
     for tokens, published in zip(CAPACITIES_TOKENS, TOOL_AGENT, strict=True):
@@ -50,7 +50,7 @@ def test_ids_are_chained_and_a_third_share_twelve_blocks() -> None:
     assert often / REQUESTS == pytest.approx(0.33, abs=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_trace() -> None:
     toolagent.cache_clear()
     assert toolagent(0) == TRACE

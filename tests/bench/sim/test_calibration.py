@@ -86,7 +86,7 @@ def learnt(prefill: float, decode: float, load: Trace, **options: Any) -> Watche
 STEADY, OVERLOAD, DRAIN = trace(4.0, 100.0), trace(9.0, 80.0), trace(9.0, 60.0, drain_s=80.0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "options", "prefill", "decode"),
     [
@@ -114,7 +114,7 @@ def test_what_is_learnt_is_the_hardware(
             assert factor == pytest.approx(truth, rel=0.05)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_noise_is_averaged() -> None:
     """Times that vary by 10%: nineteen of twenty factors are within 5%."""
     made = learnt(1.4, 1.4, trace(4.0, 200.0), noise=0.1)
@@ -123,7 +123,7 @@ def test_noise_is_averaged() -> None:
     assert len(near) >= 0.95 * len(factors)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_that_is_slow_is_known_and_the_others_are_not_blamed() -> None:
     made = learnt(1.0, 1.0, trace(5.0, 120.0), slowness={"prefill-1": 1.4})
     for name, factor in made.learnt(Role.PREFILL):

@@ -71,7 +71,7 @@ def turning(mode: str) -> ElasticOutcome:
     return simulate_elastic(in_phases(phases, 1), options)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_roles_follow_the_load_and_no_request_is_lost() -> None:
     outcome = turning("act")
     assert all(job.ended_s is not None for job in outcome.jobs)
@@ -84,7 +84,7 @@ def test_roles_follow_the_load_and_no_request_is_lost() -> None:
         assert min(sample.prefill, sample.decode) >= 1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_with_flips_first_tokens_come_sooner() -> None:
     def mean_ttft_s(outcome: ElasticOutcome) -> float:
         return sum(job.ttft_s or 0.0 for job in outcome.jobs) / len(outcome.jobs)
@@ -100,7 +100,7 @@ def test_equal_arguments_give_equal_outcomes() -> None:
     assert first.instance_s == again.instance_s
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_instances_start_when_the_load_rises_and_leave_when_it_falls() -> None:
     phases = tuple(
         Phase(120.0, rate, (RequestKind((2000, 4000), (50, 100)),)) for rate in (1, 6, 1)
@@ -121,7 +121,7 @@ def test_instances_start_when_the_load_rises_and_leave_when_it_falls() -> None:
     assert fixed.instance_s == pytest.approx(2 * fixed.fleet[-1].at_s, rel=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_fleet_grows_for_those_whom_it_refuses() -> None:
     """With admission no instance is overloaded, and only the refused show what is missing."""
     phases = (Phase(400.0, 6.0, (RequestKind((2000, 4000), (50, 100)),)),)

@@ -70,7 +70,7 @@ def longest_pause_s(outcome: ElasticOutcome) -> float:
     return max(max(job.gaps_s) for job in outcome.jobs)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", ["wait", "hand_over"])
 @pytest.mark.parametrize("blocks", ["leave", "save"])
 @pytest.mark.parametrize("who", [PREFILLS, DECODES])
@@ -100,7 +100,7 @@ def test_one_that_hands_over_its_requests_need_not_wait_for_their_ends() -> None
     assert between_decodes(hands_over) > 20 * 6_000 * TOKEN_BYTES, "whole contexts of a batch"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_blocks_that_were_in_its_hbm_alone_are_saved(seed: int) -> None:
     """They are fetched from its node's memory then, and not computed again."""
@@ -116,7 +116,7 @@ def test_blocks_that_were_in_its_hbm_alone_are_saved(seed: int) -> None:
     assert took_s(saved) < took_s(left) + 1.0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_whose_blocks_find_no_room_keeps_its_role() -> None:
     changes = {"planner": {"mode": "off"}}
     options = ElasticOptions(

@@ -118,7 +118,7 @@ def test_the_lowest_class_is_served_while_higher_ones_never_end() -> None:
     assert waited > own_s / 0.05 / 2, "it had to wait"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_who_has_to_leave_a_full_queue_is_rejected() -> None:
     def small(options: SimulationOptions, profiles: Profiles) -> Conductor:
         settings = patched(options.settings(), {"queue": {"waiting_max": 4}})

@@ -52,7 +52,7 @@ def mean_ttft_s(outcome: SimulationOutcome) -> float:
     return fmean(job.ttft_s for job in outcome.jobs if job.ttft_s is not None)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("layerwise", [False, True])
 def test_what_is_handed_over_is_not_in_the_way(documents: Trace, layerwise: bool) -> None:
     """With hand-overs that are booked for no time, means are 1.5 to 2.1 s: the oracle's is 0.9."""
@@ -65,7 +65,7 @@ def test_what_is_handed_over_is_not_in_the_way(documents: Trace, layerwise: bool
     assert cores[0].transfers.idle
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("believed_bytes_s", [1e9, 12e9])
 def test_the_speed_of_links_is_found(documents: Trace, believed_bytes_s: float) -> None:
     """Four times faster or slower than it was told; the events of transfers come 0.1 to 0.2 s

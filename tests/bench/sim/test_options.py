@@ -115,7 +115,7 @@ class TestTiers:
         last = simulate(Trace("three", turns), slow).jobs[2]
         assert (last.cached_tokens, last.by_tier) == (0, {})
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_more_of_a_tier_is_no_worse(self, trace: Trace) -> None:
         few = SimulationOptions(prefill=2, decode=2, cache_tokens=100_000)
         more = replace(few, nvme_cache_tokens=3_000_000)
@@ -146,7 +146,7 @@ def test_whoever_waits_for_an_answer_asks_after_it() -> None:
     assert closed.jobs[0].ended_s > 1.0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -167,7 +167,7 @@ def test_whatever_is_simulated_serves_everybody_and_is_repeated(
     assert all(sum(job.by_tier.values()) == job.cached_tokens for job in first.jobs)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_who_hears_of_loads_late_and_wrongly_decides_otherwise() -> None:
     """Of documents that need no cache, the least loaded instance is chosen by what is heard."""
     trace = at_rate(generate("long-document", 200, seed=1), 3.0)
@@ -181,7 +181,7 @@ def test_who_hears_of_loads_late_and_wrongly_decides_otherwise() -> None:
     assert guessed != known
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_noise_keeps_the_mean(trace: Trace) -> None:
     """Twice as many seconds are as likely as half as many, and in the mean it is the profile's."""
     found = [

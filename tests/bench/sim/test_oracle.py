@@ -98,7 +98,7 @@ def test_decodes_are_spread() -> None:
     assert sorted(places) == ["decode-0", "decode-0", "decode-1", "decode-1"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_is_a_mark_for_policies() -> None:
     """Not a bound; but no policy that guesses is far below."""
     trace = at_rate(generate("multi-turn", 400, seed=3), 2.0)

@@ -69,7 +69,7 @@ def test_nobody_loses_a_token(capacity: int) -> None:
     assert all(gap > 0 for job in jobs for gap in job.gaps_s)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_cluster_with_little_memory_serves_everybody(preemption: str) -> None:
     trace = at_rate(generate("multi-turn", 200, seed=2), 4.0)

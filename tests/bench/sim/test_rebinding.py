@@ -196,7 +196,7 @@ def test_what_can_not_be_told_is_not_moved() -> None:
     assert pool.moved == pool.refused == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_steps_are_shorter_when_bindings_move_and_nothing_is_lost() -> None:
     """By some per cent, where a request in the batch costs something; else nothing is moved."""
     seeds = range(3)

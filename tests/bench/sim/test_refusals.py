@@ -24,7 +24,7 @@ def poisson(rate: float, seconds: float, prompt: int = 8000, answer: int = 200) 
     return Trace("poisson", tuple(requests))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_who_would_have_been_late_alone_would_have_been_late() -> None:
     options = replace(CLUSTER, admission="early", prefill=2, decode=2, ttft_s=0.5)
     slow = poisson(0.2, 60.0, prompt=4000)  # 0.53 s alone: refused, and late by 0.03 s
@@ -36,7 +36,7 @@ def test_who_would_have_been_late_alone_would_have_been_late() -> None:
     assert (kind.refused, kind.replayed, kind.met_share) == (0, (), 0.0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_refusal_that_saves_others_is_not_wrong() -> None:
     """In a full batch, one more is too many for all who are in it."""
     found = replay_refusals(
@@ -48,7 +48,7 @@ def test_a_refusal_that_saves_others_is_not_wrong() -> None:
     assert sum(one.broken for one in found.replayed) > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_simulation_that_is_replayed_is_the_one_without_replays() -> None:
     trace, options = poisson(4.0, 40.0), replace(CLUSTER, admission="predictive")
     plain = simulate(trace, options)
@@ -58,7 +58,7 @@ def test_the_simulation_that_is_replayed_is_the_one_without_replays() -> None:
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_admitted_are_in_time_however_many_come() -> None:
     """A step that is too long is too long for the whole batch, so admitting too many leaves nobody
     in time. By the modes that have no margin, most of the admitted are late."""

@@ -169,7 +169,7 @@ def trace() -> Trace:
 ASKS: dict[str, Any] = {"order": "conductor", "queue_order": "shortest-first"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, BUSY, ASKS], ids=["calm", "predictive", "asks for prefills"])
 @pytest.mark.parametrize("policy", ["random", "least_loaded", "kvcache_centric"])
 def test_a_service_decides_as_the_simulators_core(
@@ -184,7 +184,7 @@ def test_a_service_decides_as_the_simulators_core(
         assert told == shown(outcome)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_script_has_what_could_differ(trace: Trace) -> None:
     """Else the comparison would show little."""
     calm = [one for one in scripted(trace, OPTIONS).outcomes if isinstance(one, Decision)]
@@ -194,7 +194,7 @@ def test_the_script_has_what_could_differ(trace: Trace) -> None:
     assert 10 < sum(isinstance(one, Rejection) for one in busy) < REQUESTS - 10
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_service_with_other_dice_decides_otherwise(trace: Trace) -> None:
     options = replace(OPTIONS, policy="random")
     core = scripted(trace, options)

@@ -102,7 +102,7 @@ def test_blocks_are_fetched_from_another_node_while_their_prompt_waits() -> None
     assert other.by_tier == {"dram": 0, "fetched": 32_768}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_queue_is_that_of_the_theory() -> None:
     """M/D/1: Poisson arrivals, one server, service of D seconds: TTFT = D + R D² / (2 (1 - R D))
     (DistServe, OSDI '24, section 3.1)."""
@@ -116,7 +116,7 @@ def test_a_queue_is_that_of_the_theory() -> None:
     assert found.ttft_s.mean == pytest.approx(service_s + waits_s, rel=0.05)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_queue_of_prompts_of_chance_length_is_that_of_the_theory() -> None:
     """M/M/1: prefills that take exponential times of mean S: TTFT = S / (1 - R S)."""
     dice, mean_s, busy = random.Random(5), 3.0, 0.5
@@ -156,7 +156,7 @@ def test_what_comes_in_is_served_or_refused_and_bytes_are_those_of_the_blocks(tr
     assert between % (trace.block_tokens * options.token_bytes) == 0, "whole blocks are fetched"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_outcome(trace: Trace) -> None:
     first, second, third = (run(trace, "random", seed) for seed in (1, 1, 2))
     assert ends(first) == ends(second)
@@ -164,7 +164,7 @@ def test_the_same_seed_gives_the_same_outcome(trace: Trace) -> None:
     assert ends(first) != ends(third)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_policies_that_know_more_do_better(trace: Trace) -> None:
     found = {
         name: summarise(trace, run(trace, name))
@@ -176,7 +176,7 @@ def test_policies_that_know_more_do_better(trace: Trace) -> None:
     assert all(one.hit_share <= one.ideal_hit_share + 0.01 for one in found.values())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["prefill", "decode", "cache_tokens"])
 def test_more_instances_and_more_memory_do_no_harm(trace: Trace, more: str) -> None:
     few = SimulationOptions(prefill=4, decode=2, cache_tokens=200_000)
@@ -197,7 +197,7 @@ def test_alone_the_second_token_waits_for_the_hand_over_and_a_step() -> None:
     assert found.second_alone_s > 20_000 * ONE.token_bytes / ONE.bandwidth_bytes_s
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_faster_network_does_no_harm(trace: Trace) -> None:
     slow, fast = (
         summarise(

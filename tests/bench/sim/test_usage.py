@@ -33,7 +33,7 @@ def test_all_bytes_and_hits_have_a_purpose() -> None:
     assert 0.25 < used.evenness <= 1.0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_copies_that_the_conductor_orders_are_apart() -> None:
     trace = at_rate(generate("tool-agent", 300, seed=1), 2.0)
     options = SimulationOptions(prefill=4, decode=2, replication=True)

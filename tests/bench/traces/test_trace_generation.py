@@ -44,7 +44,7 @@ def test_kinds_are_as_far_apart_as_their_names() -> None:
     assert all(0.9 < one.gap_variation < 1.1 for one in described.values())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_bursts_keep_order_lengths_and_nearly_the_rate() -> None:
     calm = generate("multi-turn", 20_000, seed=1)
     bursts = with_bursts(calm, Bursts(8), seed=1)

@@ -71,7 +71,7 @@ def test_the_replay_of_what_was_is_what_was(truth: Truth) -> None:
     assert near.faults() == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -199,7 +199,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["whatif", *arguments], env={"COLUMNS": "200"})
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_compares_and_says_how_far_it_can_be_believed(truth: Truth) -> None:
     path = str(truth[0])
     done = run(path, "--policy", "random", "--prefill", "4", "--json")

@@ -235,7 +235,7 @@ def test_who_is_preempted_is_told_and_timed_anew_when_it_comes_again() -> None:
     assert observed.observed_s == pytest.approx(0.5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_events_that_fail_leave_no_garbage_to_the_collector() -> None:
     """It looks at young objects only: cycles that outlive that are never freed."""
     service = Service(Conductor(dice=random.Random(1), profile=profile))

@@ -130,7 +130,7 @@ def test_one_that_had_to_leave_a_full_queue_is_rejected_while_it_waits_and_after
     asyncio.run(scenario())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["drain", "remove"])
 def test_one_whose_instance_gets_nothing_new_is_to_be_decided_anew(how: str) -> None:
     async def scenario() -> None:

@@ -144,7 +144,7 @@ def test_events_in_batches(client: Both, service: tuple[Recorder, str]) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_batch_goes_to_the_conductors_that_decided(client: Both, kind: str) -> None:
     """One that has gone took with it what its events were about; other errors are told."""
     with served(Recorder()) as there, socket.create_server(("127.0.0.1", 0)) as silent:

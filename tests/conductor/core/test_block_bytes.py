@@ -7,8 +7,17 @@ from starlette.testclient import TestClient
 
 from tiffin.conductor.api.app import create_app
 from tiffin.conductor.core import Conductor
+from tiffin.conductor.core.silence import unmeasured
 from tiffin.conductor.events.index_updates import Added
-from tiffin.conductor.records import Decision, InstanceSpec, Load, Request, Role
+from tiffin.conductor.records import (
+    Decision,
+    InstanceSpec,
+    Load,
+    Objectives,
+    Rejection,
+    Request,
+    Role,
+)
 
 MODEL, PROFILE = "llama-3.1-8b", "llama-3.1-8b.h100.tp1.vllm"
 KEYS = tuple(bytes([number]) * 16 for number in range(16))
@@ -45,4 +54,40 @@ def test_it_is_said_at_the_registration_and_in_the_status(
         assert http.put("/v1/instances/a", json=body).is_success
         (note,) = http.get("/readyz").json()["notes"]
     assert note == "without block_bytes nothing is fetched or copied for a"
-    assert any("a has no block_bytes" in one.message for one in caplog.records)
+    assert note in [one.message for one in caplog.records]
+
+
+@pytest.mark.parametrize("block_bytes", [64 << 20, 0])
+def test_a_prompt_of_an_unknown_size_is_not_handed_over_even_from_a_busy_instance(
+    block_bytes: int,
+) -> None:
+    core = Conductor()
+    core.register(InstanceSpec("both", MODEL, Role.MIXED, PROFILE, block_bytes=block_bytes), 0.0)
+    core.register(InstanceSpec("decodes", MODEL, Role.DECODE, PROFILE), 0.0)
+    core.heartbeat("both", Load(running=200, context_tokens=900_000), 0.0)
+    objectives = Objectives(tbt_s=core.latency("both")[3] * 1.5)
+    decision = core.schedule(Request("r", MODEL, 8192, objectives=objectives), now=0.0)
+    if block_bytes:
+        assert isinstance(decision, Decision)
+        assert decision.decode == "decodes"
+    else:
+        assert isinstance(decision, Rejection)
+        assert decision.reason == "tbt"
+
+
+def test_who_hands_over_blocks_of_an_unknown_size_prefills_only_if_nobody_else_does() -> None:
+    core = Conductor()
+
+    def prefills(name: str) -> str:
+        decision = core.schedule(Request(name, MODEL, 8192), now=0.0)
+        assert isinstance(decision, Decision)
+        return decision.prefill
+
+    core.register(InstanceSpec("decodes", MODEL, Role.DECODE, PROFILE), 0.0)
+    core.register(InstanceSpec("unsized", MODEL, Role.PREFILL, PROFILE), 0.0)
+    assert prefills("alone") == "unsized"  # and the hand-over counts as sent in no time
+    assert unmeasured(core.cluster.specs)[1:] == [
+        "without block_bytes what unsized hands over counts as sent in no time"
+    ]
+    core.register(InstanceSpec("sized", MODEL, Role.PREFILL, PROFILE, block_bytes=1 << 20), 0.0)
+    assert [prefills(f"beside-{n}") for n in range(8)] == ["sized"] * 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -126,6 +127,23 @@ class TestLoads:
         assert made.holdings.guessed_blocks
         assert factor == pytest.approx(1.0)
 
+    @pytest.mark.parametrize("finished", [True, False])
+    def test_they_are_predicted_where_an_engine_keeps_nothing(self, finished: bool) -> None:
+        """What such an engine has computed, or will have, is in its node's memory."""
+        without = replace(spec("p", Role.PREFILL, node="node-p"), prefix_caching=False)
+        made = conductor(without, spec("d", Role.DECODE))
+        first = made.schedule(Request("r", "m", self.TOKENS, self.HEAD), 0.0)
+        assert isinstance(first, Decision)
+        if finished:
+            tell(made, "r", "prefill_began", "prefill_done", "first_token", "finished", now=9.0)
+            made.apply(Added("node-p", "dram", self.HEAD), 9.0)
+        assert not made.holdings.guessed_blocks
+        now = 9.0 if finished else 0.0
+        decision = made.schedule(Request("again", "m", self.TOKENS, self.HEAD), now)
+        assert isinstance(decision, Decision)
+        wait_s = 0.0 if finished else first.predicted_ttft_s
+        assert decision.predicted_ttft_s == pytest.approx(wait_s + self.LOAD_S + self.COMPUTED_S)
+
     @pytest.mark.parametrize(("node", "reports"), [("node-p", True), ("", True), ("", False)])
     def test_none_is_assumed_of_what_can_only_be_in_hbm(self, node: str, reports: bool) -> None:
         """The engine has reported it, or has no node that could give it."""
@@ -223,12 +241,18 @@ class ChunkedEngine:
                 tell(self.made, name, "tokens", now=self.now, tokens=tokens)
                 self.untold[name] = 0
 
-    def compute(self, name: str, answer: int) -> None:
-        assert isinstance(self.made.schedule(prompt(name), self.now), Decision)
+    def compute(self, name: str, answer: int, cached: tuple[bytes, ...] = ()) -> None:
+        """`cached` blocks it loads from its node first, and computes what is behind them."""
+        tokens = len(cached) * BLOCK + PROMPT_TOKENS
+        decision = self.made.schedule(Request(name, "m", tokens, cached), self.now)
+        assert isinstance(decision, Decision)
+        assert decision.cached_tokens == len(cached) * BLOCK
         self.made.observe(RequestEvent(name, "prefill_began", PROMPT_TOKENS), self.now)
+        self.now += len(cached) * (160 << 20) / TransferSettings().dram_bandwidth_bytes_s
+        prompt_s = float(prefill_s(*KNOWN.prefill, tokens, len(cached) * BLOCK))
         chunks = -(-PROMPT_TOKENS // self.CHUNK)
         for _ in range(chunks):
-            self.step(PROMPT_S / chunks)
+            self.step(prompt_s / chunks)
         tell(self.made, name, "prefill_done", "first_token", "handed_over", now=self.now)
         self.untold[name], self.left[name] = 0, answer
 
@@ -244,3 +268,18 @@ def test_chunks_of_prompts_within_steps_are_told_apart(prefill: float, decode: f
             engine.step()
     found = factors(made, "a", engine.now)
     assert found == (pytest.approx(prefill, rel=0.05), pytest.approx(decode, rel=0.05))
+
+
+def test_prompts_that_load_much_are_no_slow_hardware_beside_decodes_either() -> None:
+    """Every second prompt loads blocks from its node for longer than it computes."""
+    instance = replace(spec("a", node="node-a"), prefix_caching=False)
+    made, dice = conductor(instance, calibration={"step": 0.1}), random.Random(7)
+    cached = keys("head", 128)
+    made.apply(Added("node-a", "dram", cached), 0.0)
+    engine = ChunkedEngine(made, 1.4, 1.0)
+    for number in range(150):
+        engine.compute(f"r{number}", dice.randint(200, 800), cached if number % 2 else ())
+        for _ in range(dice.randint(100, 400)):
+            engine.step()
+    found = factors(made, "a", engine.now)
+    assert found == (pytest.approx(1.4, rel=0.05), pytest.approx(1.0, rel=0.05))

@@ -95,7 +95,7 @@ def test_who_was_asked_about_can_be_asked_about_again() -> None:
     assert made.log.asked("nobody", 40.0) is None
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_of_an_hour_of_rejections_a_sample_of_all_of_it_is_kept() -> None:
     made = busy(log_max=100)
     for second in range(round(KEPT_S)):

@@ -250,7 +250,7 @@ def test_a_cap_goes_as_the_load_does() -> None:
     assert caps[-1] == 0, "no answer there is near it"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_caps_keep_promises_where_admission_did_not() -> None:
     """Everybody is admitted, and long answers of a low class would make all late. With caps hardly
     anyone is, for a tenth of what would have been answered."""

@@ -211,7 +211,7 @@ def traffic(seed: int, requests_s: float, count: int = 300) -> list[tuple[float,
     return found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("requests_s", [1.0, 4.0, 8.0])
 def test_predictions_cost_no_more_than_any_fixed_way(requests_s: float) -> None:
     """Seconds of TTFT and of delay, over three seeds of a fleet that does as it was told."""

@@ -66,7 +66,7 @@ def test_as_many_run_as_there_is_room_for_and_one_answer_more() -> None:
     assert admitted("dynamic") == (capacity - 400) // 522 == 10
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_dynamic_takes_more_and_seldom_too_much() -> None:
     """Decode instances with little room, and engines that do not know how long answers will be:
     whose context does not fit any more leaves, and is computed again. Lengths are predicted as well

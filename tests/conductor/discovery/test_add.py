@@ -33,7 +33,7 @@ def url() -> str:
     return f"http://127.0.0.1:{free_port()}"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_engine_is_added_and_followed(engine: FakeEngine, url: str) -> None:
     engine.routes["/server_info"] = json.dumps(server_info(live=free_port())).encode()
     with Process("--listen", url.removeprefix("http://")) as conductor:
@@ -59,7 +59,7 @@ def test_an_engine_is_added_and_followed(engine: FakeEngine, url: str) -> None:
         assert run("add", engine.url, "--profile", "none", "--url", url).exit_code == 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ['url = "http://127.0.0.1:{}"', 'dns = "localhost:{}"'])
 def test_engines_of_the_settings_file(
     engine: FakeEngine, url: str, tmp_path: Path, where: str

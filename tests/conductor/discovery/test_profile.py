@@ -233,7 +233,7 @@ def test_an_engine_without_a_prefix_cache(tmp_path: Path) -> None:
     assert {row[1] for row in latency_profiles.from_file(tmp_path / "x").checks.prefill} == {0}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_batch_that_does_not_run_at_a_time_is_left_out(tmp_path: Path) -> None:
     with Computing(slots=2) as engine:
         result = run(engine.url, "--repeats", "1", "--batch-max", "3", "--out", str(tmp_path / "x"))
@@ -252,7 +252,7 @@ def test_what_cannot_be_measured_is_told(engine: Computing, tmp_path: Path) -> N
     assert run(engine.url, "--model", "other").exit_code == 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_batch_that_never_answers_is_told(engine: Computing) -> None:
     engine.released.clear()
     try:

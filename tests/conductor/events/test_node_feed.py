@@ -448,7 +448,7 @@ class Faulty:
         return self._members.nodes()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_nobody_foresaw_ends_no_thread(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -443,7 +443,7 @@ def test_a_restarted_engine_has_nothing(world: World, start: Callable[..., Engin
     assert world.feed.statistics()["engine"]["restarts"] == 1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_restarted_engine_that_says_nothing_has_nothing(
     world: World, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -292,7 +292,7 @@ def test_what_takes_a_restart() -> None:
     assert needs_restart(before, fixed) == ["models", "keepalive_s"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_reload_of_a_running_gateway(tmp_path: Path) -> None:
     token_file, config = tmp_path / "keys", tmp_path / "gateway.toml"
     keys(token_file, f"schedule,read {APP}")

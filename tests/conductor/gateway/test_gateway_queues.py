@@ -80,7 +80,7 @@ async def flood(it: Cluster, count: int) -> list[asyncio.Task[Any]]:
     return tasks
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_request_of_a_higher_class_overtakes_a_flood_that_came_before() -> None:
     async def scenario() -> None:
         engine = engine_of()
@@ -113,7 +113,7 @@ def test_without_a_limit_the_engine_gets_all_at_once() -> None:
     run(scenario)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_that_has_to_leave_a_full_queue_is_told() -> None:
     async def scenario() -> None:
         engine = engine_of()
@@ -133,7 +133,7 @@ def test_one_that_has_to_leave_a_full_queue_is_told() -> None:
     run(scenario)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_who_hangs_up_while_it_is_held_leaves_the_queue() -> None:
     async def scenario() -> None:
         engine = engine_of()
@@ -151,7 +151,7 @@ def test_who_hangs_up_while_it_is_held_leaves_the_queue() -> None:
     run(scenario)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_whose_instance_leaves_is_placed_elsewhere() -> None:
     async def scenario() -> None:
         engine, other = engine_of(), engine_of("m1")
@@ -173,7 +173,7 @@ def test_one_whose_instance_leaves_is_placed_elsewhere() -> None:
     run(scenario)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [True, False])
 def test_without_its_conductor_a_held_request_is_sent_if_there_is_room(room: bool) -> None:
     """Nobody knows whose turn it is; its instance gets no more at a time than it had before."""
@@ -244,7 +244,7 @@ class TestTheSharedCall:
             setattr(client, verb, counted)
         return calls
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_it_is_one_at_a_time_and_none_asks_for_itself(self) -> None:
         async def scenario() -> None:
             engine = engine_of()

@@ -56,7 +56,7 @@ def test_keys_and_their_rights(tmp_path: Path) -> None:
     run(scenario)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rate_is_one_that_the_client_waits_for() -> None:
     """With retries, it comes again as `Retry-After` says."""
     settings = ClientSettings(requests_per_minute=60, burst_s=1)

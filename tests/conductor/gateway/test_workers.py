@@ -152,7 +152,7 @@ def test_counters_do_not_fall_when_a_worker_ends(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_they_are_one_gateway(tmp_path: Path) -> None:
     """One port, one sum of metrics; a worker that is killed is started again, and the others serve
     meanwhile; a signal stops all."""
@@ -203,7 +203,7 @@ def test_they_are_one_gateway(tmp_path: Path) -> None:
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_workers_that_can_not_start_end_the_gateway() -> None:
     with GatewayProcess("--workers", "2", "--conductor", "ftp://there") as process:
         assert process.process.wait(PATIENCE_S) == 2

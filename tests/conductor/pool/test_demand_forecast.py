@@ -33,7 +33,7 @@ class TestPredictors:
         assert forecast("linear", [4.0, 3.0, 2.0, 1.0, 0.0]) == 0.0  # not negative
         assert forecast("linear", [1.0, 9.0]) == 9.0  # two points are no trend
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_holt_winters_knows_the_season(self) -> None:
         """Three days of 12 intervals: the constant predictor is half a day late."""
         pytest.importorskip("statsmodels")

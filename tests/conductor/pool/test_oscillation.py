@@ -176,7 +176,7 @@ def deviation(loads: list[float]) -> float:
     return float(np.std(loads))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_early_rejection_by_the_load_of_now_swings_and_by_that_of_then_less() -> None:
     for seed in SEEDS:
         early, uniform = simulate("early", seed), simulate("predictive", seed)
@@ -205,7 +205,7 @@ def test_more_requests_are_served_in_time() -> None:
         assert uniform.in_time > 3 * early.in_time
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_only_the_baseline_prefills_for_nothing() -> None:
     baseline, early = simulate("baseline", 1), simulate("early", 1)
     assert baseline.wasted > 0.3 * baseline.rejected

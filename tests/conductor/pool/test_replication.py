@@ -408,7 +408,7 @@ class TestTrouble:
 
 
 class TestProperties:
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize("seed", range(3))
     def test_noise_around_a_threshold_does_not_flap(self, seed: int) -> None:
         """A share of 1/3 of ten nodes is at the step from 5 to 6 nodes. For an hour it is 1/3, plus
@@ -417,7 +417,7 @@ class TestProperties:
         assert not [line for line in late if "drop" in line]
         assert len(late) <= len(early) + 2
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_without_hysteresis_it_would(self) -> None:
         """Shows that the test above can fail: the same hour, with copies dropped as soon as one is
         too many."""

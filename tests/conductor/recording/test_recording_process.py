@@ -20,7 +20,7 @@ PROFILE = "llama-3.1-8b.h100.tp1.vllm"
 KEYS = tuple(bytes([number]) * 16 for number in range(1, 4))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_conductor_records_until_it_is_stopped(tmp_path: Path) -> None:
     path, url = tmp_path / "requests.jsonl", f"http://127.0.0.1:{free_port('127.0.0.1')}"
     listen = url.removeprefix("http://")
@@ -51,7 +51,7 @@ def test_a_conductor_records_until_it_is_stopped(tmp_path: Path) -> None:
     assert b"01010101" not in path.read_bytes(), "no key is in it"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_where_it_can_not_record_it_does_not_start(tmp_path: Path) -> None:
     with Process("--listen", "127.0.0.1:0", "--record", str(tmp_path / "none" / "x")) as one:
         assert one.process.wait(timeout=60) != 0

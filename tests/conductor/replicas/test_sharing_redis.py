@@ -236,7 +236,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_in_a_loop_without_redis_and_with_it_again(
     tmp_path: Path, pool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,7 +282,7 @@ def test_in_a_loop_without_redis_and_with_it_again(
     assert 2 <= caplog.text.count("deciding alone") <= 4, "once for each time that it is away"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("paused", [True, False])
 def test_an_outage_leaves_no_garbage_to_the_collector(
     server: RedisServer, pool: str, *, paused: bool

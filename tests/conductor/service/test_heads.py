@@ -214,7 +214,7 @@ class TestTime:
         with connect(url) as client:
             assert rest(client) == b""
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_the_second_head_has_a_deadline_too(self, url: str) -> None:
         with connect(url) as client:
             client.sendall(LIVE)
@@ -276,7 +276,7 @@ class TestRoom:
             assert 0 < len(stay) <= self.LIMITS.strangers
             assert stay == flood[-len(stay) :]  # the latest
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_one_peer_has_less_than_all_of_the_room(self, url: str) -> None:
         with contextlib.ExitStack() as stack:
             flood = self.half_open(url, self.LIMITS.strangers - 1, stack)

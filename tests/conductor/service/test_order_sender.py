@@ -129,7 +129,7 @@ class TestCopies:
         assert b.has(prefix) == [True] * 4
         assert set(b.node.pinned_keys()) == set(prefix.keys[2:])
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_target_without_room_has_none_of_it(
         self, cluster: Cluster, carry: Callable[..., OrderCarrier]
     ) -> None:

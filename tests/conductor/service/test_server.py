@@ -148,7 +148,7 @@ class TestOnAPort:
 
 
 class TestProcess:
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_what_serving_does_not_need_is_not_loaded(self) -> None:
         """Imports are most of the time until a restarted conductor serves."""
         code = "import sys; import tiffin.conductor.service.server; print(*sys.modules)"
@@ -184,7 +184,7 @@ class TestProcess:
             assert "stopping" in log
             assert "Traceback" not in log
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_forecasts_are_made_in_another_process(self, tmp_path: Path) -> None:
         """Importing and fitting statsmodels would delay all decisions by seconds."""
         pytest.importorskip("statsmodels")
@@ -212,7 +212,7 @@ class TestProcess:
         assert status == 0, log
         assert "Traceback" not in log
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_directory_that_cannot_work_ends_it(self) -> None:
         with Process("--listen", "127.0.0.1:0", "--directory", "ftp://x") as process:
             process.process.wait(timeout=30)

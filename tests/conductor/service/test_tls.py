@@ -174,7 +174,7 @@ def test_files_that_are_no_certificate_and_key_are_said(
 
 
 class TestTheGateway:
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_from_the_client_to_the_conductor(
         self, conductor: str, ours: Authority, theirs: Authority, tmp_path: Path
     ) -> None:
@@ -226,7 +226,7 @@ class TestTheGateway:
 
         asyncio.run(scenario())
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_ca_of_instances_that_is_none(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             config = GatewayConfig(engine_tls_ca=str(tmp_path / "none"))

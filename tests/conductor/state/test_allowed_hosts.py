@@ -214,7 +214,7 @@ def tokens(tmp_path: Path) -> Path:
 class TestWhoSpeaksForAnInstance:
     """A conductor as its operator starts it."""
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_it_registers_beats_and_leaves_and_nothing_else(self, tokens: Path) -> None:
         url = f"http://127.0.0.1:{free_port()}"
         own = {"authorization": "Bearer token-of-i1-0123456789"}
@@ -259,7 +259,7 @@ class TestWhoSpeaksForAnInstance:
         assert status == 0, log
         assert "token-of" not in log
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_the_option_allows_hosts(self, tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{free_port()}"
         config = tmp_path / "conductor.toml"
@@ -347,7 +347,7 @@ class TestRedirects:
                 client.register(InstanceSpec("i1", MODEL, Role.MIXED, PROFILE))
             assert elsewhere.asked == ["/v1/instances/i1"]
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize("endless", [False, True])
     def test_of_an_instance_that_is_told_its_role(self, endless: bool) -> None:
         """Nor is an answer read that does not end."""

@@ -47,7 +47,7 @@ def test_forged_nodes_with_much_room_take_no_puts(pool: TokenPool, forger: Forge
     assert trap.caught == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_nobody_connects_to_a_forged_address(pool: TokenPool, forger: Forger) -> None:
     """Neither clients, nor nodes (which copy from each other), nor commands, nor a conductor."""
     with Trap() as trap, contextlib.closing(pool.open()) as client:

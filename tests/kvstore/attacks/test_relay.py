@@ -188,7 +188,7 @@ def comes_back(client: Any, prefix: Prefix) -> None:
     wait_until(all_there, "the node is asked again", 30.0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEDDLING)
 def test_who_meddles_is_noticed(attacked: Callable[..., Attacked], name: str) -> None:
     """A client gets right results or typed errors, and abandons the changed connection."""
@@ -340,7 +340,7 @@ class Noise:
             return [flipped(frame.whole, self._dice.randrange(4, len(frame.whole)))]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @needs_cryptography
 def test_whatever_byte_is_changed_none_is_served_that_was_not_put(
     attacked: Callable[..., Attacked],

@@ -86,6 +86,26 @@ def test_a_client_misses_and_its_statistics_and_log_say_why(
     assert len(said) == 1
 
 
+def test_a_client_and_a_conductor_of_a_wrong_pool_say_so(pool: TokenPool) -> None:
+    url = pool.url.replace(f"pool={pool.name}", "pool=typo")
+    why = "no node is registered in pool 'typo': is that its name?"
+    with closing(Client.open(url)) as client, client.get(fresh_prefix(1)) as blocks:
+        assert not len(blocks)
+        assert client.statistics()["directory"]["reason"] == why
+
+    async def scenario() -> None:
+        feeding = Feeding(lambda update: None, asyncio.get_running_loop())
+        assert feeding.notes() == []
+        feeding.follow_pool(pool.directory, "typo", pool.credentials)
+        async with asyncio.timeout(20):
+            while feeding.notes() != [why]:  # noqa: ASYNC110 - a thread's state
+                await asyncio.sleep(0.01)
+        assert "'typo'" not in feeding.missing()  # a pool may be empty: requests can be placed
+        await feeding.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("found", "code"),
     [

@@ -56,14 +56,14 @@ def words(text: str) -> str:
 
 
 class TestHelp:
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_the_program_says_what_it_can_do(self, run: Run) -> None:
         shown = run("--help")
         assert shown.returncode == 0
         for command in ("node", "status", "inspect"):
             assert command in shown.stdout
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("command", "example"),
         [
@@ -78,7 +78,7 @@ class TestHelp:
         assert "Examples" in shown.stdout
         assert example in words(shown.stdout)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_the_version(self, run: Run) -> None:
         assert run("--version").stdout.startswith("tiffin 0.")
 
@@ -101,7 +101,7 @@ class TestStatus:
         assert "engine-7" in shown.stdout
         assert "hit rate" in shown.stdout
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["[/]", "[bold]x", "a[0]"])
     def test_a_clients_name_is_shown_as_it_is(self, run: Run, daemon: Daemon, name: str) -> None:
         with Client.open(daemon.url, name=name):
@@ -109,7 +109,7 @@ class TestStatus:
         assert shown.returncode == 0, shown.stderr
         assert name in shown.stdout
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_json_for_programs(self, run: Run, daemon: Daemon) -> None:
         shown = run("status", "--socket", daemon.socket, "--json")
         numbers = json.loads(shown.stdout)
@@ -135,7 +135,7 @@ class TestNode:
         with Client.open(daemon.url) as client:
             assert client.match(prefix).blocks == 4
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_it_stops_cleanly_with_clients_connected(
         self, own_daemon: Callable[..., Daemon]
     ) -> None:
@@ -168,7 +168,7 @@ class TestInspect:
         assert [block["damage"] for block in report["blocks"]] == [""] * 4
         assert {block["token_count"] for block in report["blocks"]} == {SCHEMA.block_tokens}
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_damaged_block_is_named_and_the_exit_code_is_1(self, run: Run, slab: Path) -> None:
         report = json.loads(run("inspect", slab, "--json").stdout)
         with open(slab / SLAB_NAME, "r+b") as file:
@@ -188,13 +188,13 @@ class TestInspect:
 class TestErrors:
     """Exit code 2, one line on stderr that says what to do, no traceback."""
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_an_error_stays_one_line_in_a_narrow_terminal(self, run: Run, tmp_path: Path) -> None:
         """So that `Start one with: ...` can be copied, and logs have a line per error."""
         done = run("status", "--socket", tmp_path / "none.sock", columns=40)
         self._check(done, f"Start one with: tiffin node --socket {tmp_path}/none.sock")
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["[bold]", "[/]", "[red", "a[1]"])
     def test_brackets_in_names_are_only_brackets(self, run: Run, tmp_path: Path, name: str) -> None:
         self._check(run("inspect", tmp_path / name), f"no slab at {tmp_path}/{name}")
@@ -207,19 +207,19 @@ class TestErrors:
             assert part in words(done.stderr), done.stderr
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_status_without_a_node(self, run: Run, tmp_path: Path) -> None:
         path = tmp_path / "none.sock"
         done = run("status", "--socket", path)
         self._check(done, f"Start one with: tiffin node --socket {path}")
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_status_of_something_else(self, run: Run) -> None:
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/x")
             self._check(run("status", "--socket", f"{folder}/x"), "no node answers")
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("arguments", "part"),
         [
@@ -240,7 +240,7 @@ class TestErrors:
         done = run("node", "--socket", tmp_path / "s", "--dram", "1MiB", *arguments)
         self._check(done, part)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_node_on_a_busy_socket(
         self, run: Run, shared_daemon: Callable[[PoolOptions], Daemon]
     ) -> None:
@@ -249,7 +249,7 @@ class TestErrors:
         self._check(done, "another node listens", "choose another --socket")
         Client.open(daemon.url).close()
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_node_on_a_directory_of_another(
         self, run: Run, own_daemon: Callable[..., Daemon], tmp_path: Path
     ) -> None:
@@ -258,7 +258,7 @@ class TestErrors:
         done = run("node", "--socket", tmp_path / "s", "--dram", "1MiB", "--nvme", size)
         self._check(done, "in use by another node")
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize(("content", "part"), [(None, "no slab at"), (b"x" * 9000, "magic")])
     def test_inspect_of_what_is_no_slab(
         self, run: Run, tmp_path: Path, content: bytes | None, part: str
@@ -267,7 +267,7 @@ class TestErrors:
             (tmp_path / SLAB_NAME).write_bytes(content)
         self._check(run("inspect", tmp_path), part)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "arguments", [["nod"], ["node", "--speed", "9"], ["node", "--dram"], ["inspect"]], ids=str
     )
@@ -277,7 +277,7 @@ class TestErrors:
         assert "Traceback" not in done.stderr
         assert "Error" in done.stderr
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_an_unknown_log_level(self, run: Run) -> None:
         done = run("node", "--log-level", "loud")
         assert done.returncode == 2

@@ -328,7 +328,7 @@ def local() -> Iterator[LocalPool]:
         yield pool
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_pool_with_a_directory_is_shown_drained_and_undrained(local: LocalPool, run: Run) -> None:
     prefix = fresh_prefix(4)
     with Client.open(local.url_at_home(local.socket(0))) as client:
@@ -442,7 +442,7 @@ def test_a_token_is_private_random_and_never_overwritten(run: Run, tmp_path: Pat
     assert one.read_bytes() == before
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_token_is_not_written_through_a_link_or_into_nowhere(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     for path in (tmp_path / "link", tmp_path / "no" / "folder"):

@@ -118,7 +118,7 @@ def gone(pids: dict[str, int]) -> bool:
 # -- one node --------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_single_node_serves_and_stops_without_a_trace(
     start_up: Callable[..., Up], number: int
@@ -155,7 +155,7 @@ def test_what_is_on_nvme_is_there_after_a_restart(
         assert client.match(prefix).blocks == 3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_node_that_cannot_start_says_why_and_leaves_nothing(start_up: Callable[..., Up]) -> None:
     up = start_up("--dram", "2MiB", "--node-options", "--policy random")
     assert up.process.wait(30) == 2
@@ -167,7 +167,7 @@ def test_a_node_that_cannot_start_says_why_and_leaves_nothing(start_up: Callable
 # -- a pool ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_nodes_share_blocks_and_nothing_survives_kill_9(start_up: Callable[..., Up]) -> None:
     up = start_up(*SMALL, "--nodes", "2")
     known = up.wait_until_up()
@@ -190,7 +190,7 @@ def test_two_nodes_share_blocks_and_nothing_survives_kill_9(start_up: Callable[.
     wait_until(lambda: gone(up.pids), "everything has ended")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_dead_node_is_reported_and_stays_dead(start_up: Callable[..., Up]) -> None:
     up = start_up(*SMALL, "--nodes", "2", "--redis")
     up.wait_until_up()
@@ -306,7 +306,7 @@ def test_restarts_come_later_each_time_and_begin_anew_after_a_good_run() -> None
     assert backoff.ended(ran_s=61.0, now=100.0) == 101.0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_child_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """Also a child that ignores signals: the caller chooses which signal the kernel sends."""
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"

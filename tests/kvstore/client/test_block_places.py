@@ -51,7 +51,7 @@ def region_of(client: Client) -> MappedRegion:
     return region
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_another_process_reads_the_blocks_in_place(
     daemon: Daemon, two: tuple[Client, Client]
 ) -> None:
@@ -66,7 +66,7 @@ def test_another_process_reads_the_blocks_in_place(
     assert done.stdout == b"".join(bytes(payload) for payload in payloads)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_part_of_the_places_is_that_of_a_part_of_the_blocks(two: tuple[Client, Client]) -> None:
     owner, reader = two
     prefix = fresh_prefix(BLOCKS)
@@ -80,7 +80,7 @@ def test_a_part_of_the_places_is_that_of_a_part_of_the_blocks(two: tuple[Client,
         ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_mapping_outlives_the_node_and_its_clients(daemon: Daemon) -> None:
     prefix = fresh_prefix(BLOCKS)
     payloads = payloads_of(prefix)
@@ -94,7 +94,7 @@ def test_the_mapping_outlives_the_node_and_its_clients(daemon: Daemon) -> None:
     assert [bytes(view) for view in region.views(places)] == [bytes(one) for one in payloads]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_restarted_node_has_another_region(daemon: Daemon, two: tuple[Client, Client]) -> None:
     owner, _ = two
     prefix = fresh_prefix(BLOCKS)
@@ -114,7 +114,7 @@ def test_a_restarted_node_has_another_region(daemon: Daemon, two: tuple[Client, 
         region_of(owner).views(places)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_blocks_under_a_lease_stay_although_they_are_removed(two: tuple[Client, Client]) -> None:
     owner, reader = two
     prefix = fresh_prefix(BLOCKS)
@@ -128,7 +128,7 @@ def test_blocks_under_a_lease_stay_although_they_are_removed(two: tuple[Client, 
         assert [bytes(view) for view in views] == [bytes(payload) for payload in payloads]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_copies_have_no_places(two: tuple[Client, Client]) -> None:
     owner, _ = two
     prefix = fresh_prefix(BLOCKS)
@@ -138,7 +138,7 @@ def test_copies_have_no_places(two: tuple[Client, Client]) -> None:
         copies.places()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_released_blocks_have_no_places(two: tuple[Client, Client]) -> None:
     owner, _ = two
     prefix = fresh_prefix(BLOCKS)
@@ -149,7 +149,7 @@ def test_released_blocks_have_no_places(two: tuple[Client, Client]) -> None:
         leased.places()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_no_blocks_have_no_places(two: tuple[Client, Client]) -> None:
     owner, reader = two
     with owner.get(fresh_prefix(BLOCKS)) as leased:
@@ -164,7 +164,7 @@ def test_places_outside_the_region_are_refused() -> None:
             region.views(BlockPlaces(RegionId(0, 1), (0, offset), 64))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_closed_client_has_no_region(daemon: Daemon) -> None:
     client = Client.open(daemon.url)
     client.close()

@@ -177,7 +177,7 @@ async def settled(task: asyncio.Task[Any]) -> None:
         assert not task.done()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_network_get_that_is_cancelled_lets_go_of_the_buffer_first(cluster: Cluster) -> None:
     far = cluster.start("far", relayed=True)
     prefix = far.put(fresh_prefix(4, LARGE))
@@ -207,7 +207,7 @@ def test_a_network_get_that_is_cancelled_lets_go_of_the_buffer_first(cluster: Cl
     asyncio.run(run())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_network_put_that_is_cancelled_lets_go_of_its_payloads_first(cluster: Cluster) -> None:
     far = cluster.start("far", relayed=True)
     prefix = fresh_prefix(4, LARGE)

@@ -1131,7 +1131,7 @@ class TestOpening:
                     Client.open(f"embedded:?dram=1MiB&nvme={tmp_path}:1MiB")
             assert open_descriptors() <= before
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @daemon_ways
     def test_a_client_of_a_dead_node_leaves_nothing_open(
         self, way: str, own_daemon: Callable[..., Daemon], loop_thread: Any
@@ -1150,7 +1150,7 @@ class TestOpening:
             lambda: gc.collect() >= 0 and open_descriptors() <= before, "its descriptors are closed"
         )
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @daemon_ways
     def test_restarts_of_the_node_cost_a_client_no_descriptors(
         self, way: str, own_daemon: Callable[..., Daemon], loop_thread: Any

@@ -236,7 +236,7 @@ def test_what_comes_next_does_not_wait_for_a_node_that_stands_still(beside: Besi
 TINY = KVSchema.gqa(model="tiny", layers=1, kv_heads=1, head_dim=1, dtype="int8", block_tokens=1)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["unix"], indirect=True)
 def test_requests_that_a_node_does_not_take_are_not_kept(beside: Beside) -> None:
     """Each request is a MiB of keys, and is given up after a moment."""
@@ -254,7 +254,7 @@ def test_requests_that_a_node_does_not_take_are_not_kept(beside: Beside) -> None
     assert kept_bytes < 6 << 20
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["sync", "asyncio"])
 def test_messages_that_a_node_does_not_take_are_bounded(
     way: str, own_daemon: Any, loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
@@ -284,7 +284,7 @@ def test_messages_that_a_node_does_not_take_are_bounded(
         wait_until(lambda: works(client, prefix), "the client connects again")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["unix"], indirect=True)
 def test_leases_that_end_while_a_node_stands_still_are_released(beside: Beside) -> None:
     there = fresh_prefix(1)
@@ -313,7 +313,7 @@ class Standing(EmbeddedDirectory):
         return super()._locked()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["match", "exists", "get", "put", "pin", "remove", "reserve"])
 def test_a_directory_that_stands_still_costs_a_call_what_it_has(verb: str) -> None:
     with contextlib.ExitStack() as stack:

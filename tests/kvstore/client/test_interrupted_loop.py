@@ -49,7 +49,7 @@ async def opened(opening: Callable[[], Any]) -> AsyncClient:
     return await opening()  # type: ignore[no-any-return]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_call_that_an_interrupted_run_left_behind_does_not_shorten_the_next(
     runner: asyncio.Runner, opening: Callable[[], Any]
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_client_is_closed_by_another_loop_than_the_one_that_was_lost(
     lost.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["sync", "asyncio"])
 def test_a_client_that_is_dropped_says_goodbye(way: str, own_daemon: Callable[..., Daemon]) -> None:
     """And releases its leases once no view of them is left."""

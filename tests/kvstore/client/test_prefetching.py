@@ -142,7 +142,7 @@ def test_a_closed_client_has_no_prefetches(pool: Pool) -> None:
         other._run("prefetch", fresh_prefix(1))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_node_that_is_killed_meanwhile(own_daemon: Callable[..., Daemon]) -> None:
     daemon = own_daemon(nvme=48 * EXTENT)
     with Client.open(daemon.url) as client:

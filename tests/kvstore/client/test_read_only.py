@@ -134,7 +134,7 @@ def engine(own_daemon: Callable[..., Daemon]) -> Callable[[str], tuple[int, list
     return run
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_who_only_reads_has_nothing_that_can_be_written(
     engine: Callable[[str], tuple[int, list[str]]],
 ) -> None:
@@ -144,7 +144,7 @@ def test_who_only_reads_has_nothing_that_can_be_written(
     assert writing.split()[:2] == ["r--s", "rw-s"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["native", "numpy", "torch", "stream"])
 def test_an_operation_in_place_ends_the_process_that_made_it(
     engine: Callable[[str], tuple[int, list[str]]], verb: str
@@ -155,7 +155,7 @@ def test_an_operation_in_place_ends_the_process_that_made_it(
     assert (status, lines) == (-signal.SIGSEGV, [""])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_who_cannot_map_it_once_more_is_told_and_goes_on_reading(
     engine: Callable[[str], tuple[int, list[str]]],
 ) -> None:

@@ -687,7 +687,7 @@ def party(
         yield daemon, ranks
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_four_processes_write_one_block_each_its_own_part(party: tuple[Any, list[Worker]]) -> None:
     daemon, ranks = party
     prefix = shardworker.prefix_of("party", 3)
@@ -700,7 +700,7 @@ def test_four_processes_write_one_block_each_its_own_part(party: tuple[Any, list
             assert_right(blocks, prefix)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("committed", [0, 2])
 def test_a_rank_that_is_killed_takes_the_blocks_with_it_and_leaves_nothing(
     party: tuple[Any, list[Worker]], committed: int

@@ -272,7 +272,7 @@ def party(
         yield daemon, workers
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_four_processes_write_one_block_each_its_own_part(party: tuple[Any, list[Worker]]) -> None:
     daemon, workers = party
     with Client.open(daemon.url) as client:
@@ -283,7 +283,7 @@ def test_four_processes_write_one_block_each_its_own_part(party: tuple[Any, list
             assert_right(blocks, prefix)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", range(4))
 def test_a_killed_writers_blocks_are_never_there(
     party: tuple[Any, list[Worker]], killed: int

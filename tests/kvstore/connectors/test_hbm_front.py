@@ -144,7 +144,7 @@ def test_a_prompt_that_is_larger_than_hbm(
     assert PrefixCache(client, model, block_tokens=BLOCK).load(ids)[1] == 8 * BLOCK
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_hbm_serves_while_the_pool_is_away(
     own_daemon: Callable[..., Daemon], model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,7 +41,7 @@ class TestRedis(DirectoryContract):
         return partial(open_redis, shared_redis.url)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 class TestRedisCluster(DirectoryContract):
     @pytest.fixture
     def open_handle(

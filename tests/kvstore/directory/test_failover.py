@@ -102,7 +102,7 @@ def test_a_server_that_is_no_cluster(own_redis, open_redis: OpenRedis) -> None: 
         directory.locate(KEYS)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_lost_shard_costs_its_own_keys(tmp_path: Path, open_redis: OpenRedis) -> None:
     with RedisCluster(tmp_path) as cluster:
         directory, hasty = open_redis(cluster.url), open_redis(cluster.url + "?timeout=0.2")
@@ -124,7 +124,7 @@ def test_a_lost_shard_costs_its_own_keys(tmp_path: Path, open_redis: OpenRedis) 
         eventually(lambda: found(hasty) == -1, "nobody answers")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_bucket_that_has_moved(tmp_path: Path, open_redis: OpenRedis) -> None:
     """A replica takes over while its master lives: the old master redirects to the new one."""
     with RedisCluster(tmp_path, masters=1, replicas=True) as cluster:

@@ -6,6 +6,7 @@ import random
 import struct
 import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,7 +75,7 @@ class _Late:
         return getattr(self._source, name)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_redis_whose_set_up_takes_longer_than_a_call_serves_the_next_calls(
     own_redis: RedisServer, open_redis: OpenRedis
 ) -> None:
@@ -86,6 +87,22 @@ def test_a_redis_whose_set_up_takes_longer_than_a_call_serves_the_next_calls(
         directory.close()
     finally:
         relay.close()
+
+
+@pytest.mark.slow
+def test_sentinels_that_are_far_away_lead_to_the_master(
+    tmp_path: Path, open_redis: OpenRedis
+) -> None:
+    with ExitStack() as stack:
+        master = stack.enter_context(RedisServer(tmp_path))
+        sentinel = stack.enter_context(RedisServer(tmp_path, sentinel_of=master))
+        relays = [FarRelay(("127.0.0.1", sentinel.port)) for _ in range(3)]
+        for relay in relays:
+            stack.callback(relay.close)
+        hosts = ",".join(f"127.0.0.1:{relay.address[1]}" for relay in relays)
+        directory = open_redis(f"redis+sentinel://{hosts}/tiffin?timeout=0.5")
+        eventually(lambda: answers(directory), "an answer")
+        directory.close()
 
 
 class FakeConnection:
@@ -244,7 +261,7 @@ def test_a_full_redis_refuses_to_publish_and_is_still_read(
     directory.publish(number, KEYS, [], 41)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_replica_is_read_and_not_written(
     own_redis: RedisServer, open_redis: OpenRedis, tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ def reserved_bytes(pool: FaultPool) -> int:
     return int(dram["reserved_bytes"] + dram["quarantined_bytes"])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_client_that_is_killed_after_reserving_leaves_nothing(pool: FaultPool) -> None:
     host, port = address_of(pool)
     arguments = [sys.executable, "-c", RESERVE_AND_WAIT, f"{host}:{port}", "8192"]
@@ -77,7 +77,7 @@ def test_a_client_that_is_killed_after_reserving_leaves_nothing(pool: FaultPool)
     wait_until(lambda: reserved_bytes(pool) == 0, "the extent is free again")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_half_open_connections_lock_nobody_out(pool: FaultPool, count: int) -> None:
     with pool.open() as client, contextlib.ExitStack() as crowd:
@@ -101,7 +101,7 @@ def threads_of(pool: FaultPool) -> int:
     return len(os.listdir(f"/proc/{pool.nodes[0].process.pid}/task"))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_running_out_of_descriptors_ends_nothing(pool: FaultPool) -> None:
     pid = pool.nodes[0].process.pid
     with pool.open() as client:

@@ -28,7 +28,7 @@ def check(tally: Tally, pool: FaultPool) -> None:
     assert tally.longest_s(pool.watch) < EXTRA_S + SLACK_S
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_get_fails_when_a_node_is_killed(pool: FaultPool, victim: int) -> None:
     with pool.open() as client:

@@ -243,7 +243,7 @@ class TestHeaders:
             with client.get(prefix) as blocks:
                 assert (len(blocks), blocks.reason) == (0, "corrupt")
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_restart_finds_them_on_disk_and_the_inspection_names_them(
         self, tmp_path: Path, commands_folder: Path
     ) -> None:

@@ -147,7 +147,7 @@ def test_what_is_damaged_in_the_pool_does_not_come_up(
 # -- the pool ------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_without_a_pool_hbm_serves_what_it_has(own_daemon: Callable[..., Any], device: str) -> None:
     daemon = own_daemon(dram=POOL_BYTES)
     mine, lost = fresh_prefix(2, SCHEMA), fresh_prefix(2, SCHEMA)
@@ -174,7 +174,7 @@ def test_without_a_pool_hbm_serves_what_it_has(own_daemon: Callable[..., Any], d
         assert_quiet(store)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_pool_that_hangs_costs_one_deadline_and_not_every_prompt_one(
     own_daemon: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +209,7 @@ def _saves(store: HbmStore) -> bool:
     return bool(store.statistics()["dirty_blocks"] == 0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_node_that_is_killed_during_a_demotion(
     own_daemon: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +338,7 @@ def test_a_save_that_failed_on_the_device_leaves_its_blocks_to_a_later_one(
     assert_quiet(store)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_after_the_device_failed_only_a_caller_tries_to_save_again(
     client: Client, schema: KVSchema, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,7 @@ def test_what_goes_on_after_close_lets_go_when_it_ends(
 # -- a pool that restarts ------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_after_a_restart_the_new_memory_is_pinned_and_the_old_let_go(
     own_daemon: Callable[..., Any], device: str
 ) -> None:

@@ -94,7 +94,7 @@ def test_a_writer_killed_between_reserve_and_commit_holds_nothing(
             assert_right(blocks, prefix)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_reader_killed_with_leases_holds_nothing(
     own_daemon: Callable[..., Daemon], spawn: Callable[..., Worker]
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_reader_killed_with_leases_holds_nothing(
         wait_until(lambda: len(client.statistics()["sessions"]) == 1, "its session is gone")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_writer_that_slept_through_its_lease_harms_nobody(
     own_daemon: Callable[..., Daemon], spawn: Callable[..., Worker]
 ) -> None:
@@ -142,7 +142,7 @@ def test_a_writer_that_slept_through_its_lease_harms_nobody(
             assert_right(blocks, prefix)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_killed_sleeper_is_forgotten(
     own_daemon: Callable[..., Daemon], spawn: Callable[..., Worker]
 ) -> None:
@@ -206,7 +206,7 @@ def _quiet(client: Client) -> dict[str, Any] | None:
     return numbers if is_quiet(numbers) else None
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_client_finds_the_restarted_daemon_and_its_old_leases_mean_nothing(
     own_daemon: Callable[..., Daemon],
 ) -> None:
@@ -367,7 +367,7 @@ def test_kill_campaign(own_daemon: Callable[..., Daemon], tmp_path: Path, seed: 
     _campaign(daemon, tmp_path, seed, kills=150)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_short_campaign(own_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     """As above, for a few seconds."""
     daemon = own_daemon(dram=40 * CAMPAIGN.extent_bytes, nvme=100 * CAMPAIGN.extent_bytes)

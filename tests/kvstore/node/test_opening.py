@@ -85,7 +85,7 @@ def test_a_disk_that_can_only_be_read_costs_the_tier_and_not_the_node(
         assert len(list(tier.scan())) >= 3
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_node_that_does_not_open_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

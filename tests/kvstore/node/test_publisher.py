@@ -785,7 +785,7 @@ def test_a_mistake_in_the_description_does_not_end_it(
         publisher.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_redis_dies_comes_back_and_is_emptied(
     node: FakeNode, publish: Callable[[Directory], Publisher], tmp_path: Path
 ) -> None:

@@ -302,7 +302,7 @@ def test_the_end_of_one_pin_costs_the_same_however_many_there_are() -> None:
     assert costs[1] <= costs[0] + 100
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_pin_that_is_renewed_for_ever_takes_no_more_memory() -> None:
     pool = Pool(4)
     pool.put(keys := chain("a", 4))
@@ -419,7 +419,7 @@ def test_a_writer_that_waits_is_served_after_a_long_sweep() -> None:
     node.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_who_waits_for_something_else_does_not_keep_the_node_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

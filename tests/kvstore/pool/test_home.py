@@ -150,7 +150,7 @@ def put_is_stored(daemon: Daemon, client: PoolClient, seconds: float) -> None:
 
 
 class TestStopped:
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize("into", [False, True], ids=["view", "into"])
     def test_blocks_are_read_elsewhere(
         self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient, into: bool
@@ -284,7 +284,7 @@ class TestStopped:
         wait_until(lambda: is_quiet(numbers(daemon)), "nothing is held")
         is_back(client)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_client_can_be_closed_meanwhile(
         self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
     ) -> None:
@@ -307,14 +307,14 @@ class TestStopped:
             assert blocks.complete, blocks.reason
             assert_right(blocks, prefix)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_without_others_a_put_is_not_in_its_own_way(
         self, daemon: Daemon, client: PoolClient
     ) -> None:
         """Room that was granted too late is given back, and asked for again."""
         put_is_stored(daemon, client, 1.0)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_where_the_others_are_gone_a_put_is_not_in_its_own_way(
         self, daemon: Daemon, far: Member, client: PoolClient
     ) -> None:
@@ -322,7 +322,7 @@ class TestStopped:
         far.hang_up()
         put_is_stored(daemon, client, 0.6)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_without_others_a_get_ends_in_time_and_says_why(
         self, daemon: Daemon, client: PoolClient
     ) -> None:
@@ -333,7 +333,7 @@ class TestStopped:
             assert blocks.reason is not None
         is_back(client)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_without_others_a_reservation_ends_in_time_and_says_why(
         self, daemon: Daemon, client: PoolClient
     ) -> None:
@@ -361,7 +361,7 @@ class TestStopped:
         is_back(client)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rank_writes_its_slice_at_home_or_nowhere(
     cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
 ) -> None:
@@ -373,7 +373,7 @@ def test_a_rank_writes_its_slice_at_home_or_nowhere(
     is_back(client)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rank_reserves_at_home_or_nowhere(
     cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
 ) -> None:
@@ -408,6 +408,6 @@ def test_blocks_at_home_have_places_and_blocks_of_others_have_none(
         copies.places()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_pool_without_a_home_has_no_region(cluster: Cluster) -> None:
     assert cluster.open().region is None

@@ -145,7 +145,7 @@ class TestPatience:
         # Each slice releases what it got before the next one.
         assert link.posted == [messages.Release(0, 7)]
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_no_slice_is_long(self) -> None:
         link = Scripted(*[no_room] * 4, leased(Reason.NONE))
         with home_of(link, Pool(1, 2, hedge_s=60.0)) as home:
@@ -167,7 +167,7 @@ class TestPatience:
             home.call(self.RESERVE, 20.0)
         assert len(link.asked) == 1
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_silence_is_noticed_within_the_first_slice(self) -> None:
         link = Scripted(silent)
         with home_of(link) as home:
@@ -202,7 +202,7 @@ class TestPatience:
             home.call(messages.Match(0, b""), 20.0)
             assert not home.lost
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_connection_that_is_never_welcomed_is_silence(self) -> None:
         def hung(request: Any, timeout_s: float) -> Any:
             time.sleep(timeout_s + GRACE_S)
@@ -302,7 +302,7 @@ class TestPatience:
             home.call(messages.Commit(0, 1), 60.0)
         assert link.asked[0][1] > 30.0
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_draining_node_still_reads_for_home(self) -> None:
         pool = Pool(1, 2)
         pool.change(2, draining=True)
@@ -383,7 +383,7 @@ class TestOnlyHolder:
         state_of(client)._link = link
         return client, prefix, link
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize("into", [False, True], ids=["view", "into"])
     def test_who_finds_it_silent_waits_at_its_port(
         self, silent_home: tuple[PoolClient, Prefix, Scripted], into: bool
@@ -410,7 +410,7 @@ class TestOnlyHolder:
         client, prefix, _ = silent_home
         assert client.pin(prefix, ttl_s=0.1) == 2  # by its port, which answers here
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_blocks_before_and_behind_are_read_once(
         self, cluster: Cluster, silent_home: tuple[PoolClient, Prefix, Scripted]
     ) -> None:
@@ -424,7 +424,7 @@ class TestOnlyHolder:
         assert far.counters()["dram_hits"] == 1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_slots_that_are_asked_of_home_by_number_are_there_or_nowhere(cluster: Cluster) -> None:
     home = cluster.start("home", 64, schema=SCHEMA)
     cluster.start("far", 64, schema=SCHEMA)

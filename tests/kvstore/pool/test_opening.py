@@ -65,7 +65,7 @@ def address_of(daemon: Daemon) -> str:
 
 
 class TestDaemon:
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_by_its_socket_and_by_its_port(self, daemon: Daemon, token: Path) -> None:
         address = address_of(daemon)
         prefix = fresh_prefix(3)
@@ -87,7 +87,7 @@ class TestDaemon:
                 memory = both._home.mapping.memory  # type: ignore[attr-defined]
                 assert np.shares_memory(blocks[0].bytes, memory)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_without_the_token_nobody_gets_in(
         self, daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -101,7 +101,7 @@ class TestDaemon:
         with pytest.raises(NotAuthenticated):
             Client.open(f"{url}?token_file={wrong}")
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_restart_is_found_without_doing_anything(
         self, own_daemon: Callable[..., Daemon]
     ) -> None:
@@ -125,7 +125,7 @@ class TestDaemon:
                     assert_right(blocks, prefix)
             await_closed(before)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["unix", "tcp", "pool"])
     def test_a_closed_client_leaves_nothing_to_the_collector_of_cycles(
         self, own_daemon: Callable[..., Daemon], kind: str
@@ -149,7 +149,7 @@ class TestDaemon:
         finally:
             gc.enable()
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_stopped_node_costs_the_deadline_and_no_more(
         self, own_daemon: Callable[..., Daemon]
     ) -> None:
@@ -182,7 +182,7 @@ class TestDaemon:
 
 
 class TestFixedLists:
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_one_of_them_is_enough(self, cluster: Cluster) -> None:
         gone, mute, well = (
             cluster.start("gone"),
@@ -290,7 +290,7 @@ class TestHome:
             open_pool(Pool(directory=f"embedded:{cluster.name}"), "maybe", "")  # type: ignore[arg-type]
         assert cluster.directory._state.handles == handles
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_home_that_died_is_done_without(
         self, cluster: Cluster, own_daemon: Callable[..., Daemon]
     ) -> None:

@@ -199,7 +199,7 @@ class TestLostAndStalled:
             assert read(client, prefix) == "6 None"
         sick.network.resume()
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_who_was_given_up_is_waited_for_when_the_other_is_lost(
         self, cluster: Cluster, prefix: Prefix
     ) -> None:

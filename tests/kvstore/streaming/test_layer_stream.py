@@ -799,7 +799,7 @@ def test_a_pool_streams_from_the_writers_node(cluster: Cluster) -> None:
 # -- processes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_processes_hand_layers_over(
     own_daemon: Callable[..., Any], commands_folder: Path
 ) -> None:
@@ -830,7 +830,7 @@ def test_a_process_reads_over_the_network_what_another_writes(
         assert reader.says() == "end"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_death_of_the_writer_ends_the_stream(
     own_daemon: Callable[..., Any], commands_folder: Path
 ) -> None:
@@ -855,7 +855,7 @@ def test_the_death_of_the_writer_ends_the_stream(
         assert reader.put(prefix, payloads_of(prefix)).complete
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_node_that_dies_ends_the_stream(own_daemon: Callable[..., Any]) -> None:
     daemon = own_daemon(dram=BLOCKS * STREAMED.extent_bytes)
     prefix = fresh_prefix(1, STREAMED)

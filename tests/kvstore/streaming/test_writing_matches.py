@@ -161,7 +161,7 @@ def test_asyncio_waits_alike(node: Node, writer: Client) -> None:
 # -- processes that die ----------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_a_killed_writer_wrote_counts_no_more(
     own_daemon: Callable[..., Any], commands_folder: Path
 ) -> None:
@@ -179,7 +179,7 @@ def test_what_a_killed_writer_wrote_counts_no_more(
         assert reader.match(prefix).blocks == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_node_that_dies_ends_the_wait(own_daemon: Callable[..., Any]) -> None:
     daemon = own_daemon(dram=BLOCKS * STREAMED.extent_bytes)
     prefix = fresh_prefix(1, STREAMED)

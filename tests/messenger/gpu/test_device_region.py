@@ -46,7 +46,7 @@ def ask(peer: socket.socket, verb: bytes, region: DeviceRegion, fds: tuple[int, 
     return peer.recv(4096)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(
     not GPU, reason="needs a GPU"
 ))])  # fmt: skip

@@ -122,7 +122,7 @@ def test_all_arrives_though_nothing_follows(pair: Pair, nbytes: int) -> None:
     assert pair.stream.receive_message(deadline) == b"ok"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_drops_are_not_a_stall(pair: Pair) -> None:
     """A peer that sends less than the gathered portion within the stall time is not silent."""
     nbytes, drop = 6 * MIB, 300 << 10
@@ -171,7 +171,7 @@ def fill(sock: socket.socket) -> None:
 class TestLateBytes:
     """The first byte is waited for separately; then the remaining bytes have less time."""
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_received(self, pair: Pair) -> None:
         watched = pair.stream._receive_wait = Watched(pair.stream._receive_wait)
         deadline = time.monotonic() + 1.5
@@ -183,7 +183,7 @@ class TestLateBytes:
         late.join()
         assert max(watched.until) < deadline + 0.5
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_sent(self, pair: Pair) -> None:
         fill(pair.ours)
         watched = pair.stream._send_wait = Watched(pair.stream._send_wait)
@@ -242,7 +242,7 @@ class TestSignals:
             pair.stream.receive_message(time.monotonic() + 0.2)
         assert len(ticks) < 1000, "it waited until no signal came any more"
 
-    @pytest.mark.full
+    @pytest.mark.slow
     @pytest.mark.parametrize("nbytes", [1, 64 << 10, 8 * MIB])
     def test_bytes_that_do_not_come(self, pair: Pair, ticks: list[float], nbytes: int) -> None:
         head = frames.answer(Kind.DATA, Served(1, nbytes))
@@ -258,7 +258,7 @@ class TestSignals:
         assert not target[: nbytes // 2].any(), "what did come is there"
         assert len(ticks) < 1000, "it waited until no signal came any more"
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_bytes_that_do_not_go(self, pair: Pair, ticks: list[float]) -> None:
         for _ in range(4):  # the last ones find no room for a single byte
             pair.stream.message(bytes(16 * MIB))

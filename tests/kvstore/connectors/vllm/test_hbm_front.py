@@ -160,7 +160,7 @@ def test_a_block_that_is_being_loaded_does_not_leave(monkeypatch: pytest.MonkeyP
     check(front)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_threads_load_and_keep_in_little_memory() -> None:
     """A prompt's bytes are made of its number, so that wrong ones are seen."""
     rank = GpuRank(page_tokens=4)

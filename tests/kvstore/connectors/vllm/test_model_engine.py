@@ -133,7 +133,7 @@ def test_whatever_happens_only_right_blocks_are_stored(seeds: int) -> None:
         assert not any(engine.cache.references), f"seed {seed}: pages were not freed"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_engine_that_ends_requests_whose_loads_fail_stores_right_blocks() -> None:
     for seed in range(100):
         run(*engine_of(seed, recompute=False))
@@ -147,7 +147,7 @@ def test_loads_are_synchronous_in_these_schedules() -> None:
     assert sum(engine.synchronous for engine, _ in engines) > 20
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_failures_every_block_is_stored(overlapped: bool, ranks: int) -> None:

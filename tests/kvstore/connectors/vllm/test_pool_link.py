@@ -148,7 +148,7 @@ def test_a_link_that_is_closed_while_it_opens_closes_its_client(
     assert closed.wait(30)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_pool_that_is_not_there_at_the_start_is_found_later(
     tmp_path: Path, short_rests: None
 ) -> None:
@@ -207,7 +207,7 @@ def test_an_answer_that_is_an_error_is_no_reason_to_rest(link: PoolLink, error: 
     assert link.call(blocks) == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_killed_node_fails_calls_and_comes_back_after_its_restart(
     tmp_path: Path, short_rests: None
 ) -> None:

@@ -189,7 +189,7 @@ def hits_of_conversations(
     return hits / asked, ideal_hits / asked
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("drifting", [False, True])
 def test_two_sizes_cost_few_hits(drifting: bool) -> None:
     pool = Pool(300 * 257)

@@ -356,7 +356,7 @@ class TestConnections:
             raw.send(frame(["goodbye", 3]))
             raw.close()
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_without_a_goodbye_extents_wait_for_the_end_of_the_process(
         self, daemon: Daemon
     ) -> None:
@@ -388,7 +388,7 @@ class TestConnections:
             for one in blocks:
                 client.remove(one)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_random_frames_harm_nobody(self, daemon: Daemon, commands_folder: Path) -> None:
         seed = 20_240_817
         print(f"seed {seed}")

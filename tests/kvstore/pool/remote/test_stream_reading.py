@@ -118,7 +118,7 @@ class TestFetchingAhead:
         slots.commit()
         assert slots.stored == (0, 1), "the reservation was on one of its connections"
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_who_leaves_in_the_middle_of_a_layer_is_cut_off(self, cluster: Cluster) -> None:
         one = cluster.start("one", relayed=True)
         prefix = one.put(prompt(2))
@@ -236,7 +236,7 @@ class TestNodesThatHang:
         assert len(given) == 3, "one that hangs leaves time for the others"
         assert sum(given) <= 60.0
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_one_leaves_time_for_another(self, hung: Hung) -> None:
         members, prefix, client = hung
         assert members[1].network is not None

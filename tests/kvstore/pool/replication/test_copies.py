@@ -58,7 +58,7 @@ class TestReplicating:
         with pytest.raises(NoRoom, match="first block"):
             cluster.open().replicate(prompt(1), [one.number])
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_targets_that_cannot(self, cluster: Cluster) -> None:
         one, full = cluster.start("one"), cluster.start("full", 2)
         prefix = one.put(prompt(2))

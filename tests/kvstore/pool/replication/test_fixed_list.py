@@ -112,7 +112,7 @@ class TestHome:
             assert lonely.wait(timeout_s=20)
             assert lonely.reason == "no_directory"
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_daemons_without_a_directory(self, own_daemon: Callable[..., Daemon]) -> None:
         daemon, other = own_daemon(options=LISTENING), own_daemon(options=LISTENING)
         both = f"{address_of(other)},{address_of(daemon)}"

@@ -126,7 +126,7 @@ class TestFailing:
         assert ended(handle) == (0, "lost")
         assert home.has(prefix) == [False] * 4
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_a_source_that_stalls_ends_at_the_deadline(self, cluster: Cluster) -> None:
         far, home = cluster.start("far", relayed=True), cluster.start("home")
         prefix = far.put(prompt(4))
@@ -139,7 +139,7 @@ class TestFailing:
         far.network.resume()
         check(client, prefix)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_nothing_that_is_leased_makes_room(self, cluster: Cluster) -> None:
         far, home = cluster.start("far"), cluster.start("home", 4)
         wanted, kept = far.put(prompt(2)), home.put(prompt(4))
@@ -151,7 +151,7 @@ class TestFailing:
             assert_right(blocks, kept)
         assert ended(client.prefetch(wanted, timeout_s=20)) == (2, None)
 
-    @pytest.mark.full
+    @pytest.mark.slow
     def test_room_for_a_part(self, cluster: Cluster) -> None:
         far, home = cluster.start("far"), cluster.start("home", 4)
         prefix = far.put(prompt(4))

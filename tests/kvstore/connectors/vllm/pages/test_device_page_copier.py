@@ -225,7 +225,7 @@ def row(rank: GpuRank, page: int) -> list[bytes]:
     return [layer if any(layer) else b"" for layer in layers]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_threads_share_a_copier() -> None:
     """As many as a worker has, and one more, each with pages of its own."""
     rank = GpuRank("LBNHC", piece_bytes=700)

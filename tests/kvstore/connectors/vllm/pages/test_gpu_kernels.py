@@ -42,7 +42,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return "cpu"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "split"),
     [("LBHNC", 1), ("LBNHC", 2), ("BLHNC", 1), ("BLNHC", 1), ("planes", 1), ("padded", 1)],
