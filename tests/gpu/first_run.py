@@ -23,7 +23,7 @@ WHEELS = ROOT / "tests" / "gpu" / "wheels"
 WHEELS_FOR = (3, 12), "x86_64"  # as in collect_wheels.sh
 HERE = sys.version_info[:2], platform.machine()
 PACKAGES = ROOT / "build" / "gpu-packages"
-# `-m ""`: those marked `full` too.
+# `-m ""`: those marked `slow` too.
 _TESTS = ("-m", "pytest", "-vrs", "-m", "", "--tb=short", "-p", "no:cacheprovider")
 NO_GPU = "no GPU"
 _BENCH = ("tests/gpu/benchmarks.py", "bench")

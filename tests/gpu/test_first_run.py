@@ -99,7 +99,7 @@ def test_of_a_report_the_rows_are_told_also_when_it_was_cut_off(tmp_path: Path) 
     assert "ZeroDivisionError" in line["tail"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_piece_that_fails_or_hangs_does_not_keep_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
