@@ -126,6 +126,18 @@ def test_a_piece_that_fails_or_hangs_does_not_keep_the_others(
     assert ends["exit"] == 3
 
 
+@pytest.mark.slow
+def test_a_gpu_that_torch_does_not_see_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch, driver = pytest.importorskip("torch"), _module("driver")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(driver, "Path", lambda _: HERE)
+    with pytest.raises(SystemExit, match="there is a GPU, but none for torch"):
+        driver.main()
+    assert json.loads(capsys.readouterr().out)["card"] == FIRST_RUN.NO_GPU
+
+
 def _wheel(folder: Path, name: str) -> None:
     with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as packed:
         packed.writestr(f"{name}.py", "")
