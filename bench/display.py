@@ -92,7 +92,7 @@ def carry_out(
         known = ", ".join(suite.measurements)
         raise typer.BadParameter(f"no row {unknown[0]!r}; there are: {known}")
     with interruptible():
-        report = _run(suite, setting, names)
+        report = _run(suite, setting, names, out)
     view = view or View(table, markdown, SuiteReport.verdict)
     path = report.write(out)
     if as_json:
@@ -116,7 +116,9 @@ def _say(text: str) -> None:
     _progress_console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _run(suite: Suite[S], setting: Callable[[Tell], S], names: Sequence[str]) -> SuiteReport:
+def _run(
+    suite: Suite[S], setting: Callable[[Tell], S], names: Sequence[str], out: Path
+) -> SuiteReport:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=_progress_console, transient=True) as progress:
         task = progress.add_task("", total=None)
@@ -130,7 +132,7 @@ def _run(suite: Suite[S], setting: Callable[[Tell], S], names: Sequence[str]) ->
             current = f"{names.index(name) + 1}/{len(names)} {name}"
             progress.update(task, description=current)
 
-        return suite.run(setting(tell), names, started)
+        return suite.run(setting(tell), names, started, out)
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -137,8 +137,11 @@ class Suite(Generic[S]):
     in_words: Callable[[dict[str, Any]], str] | None = None
     left_out: Callable[[S], dict[str, str]] | None = None
 
-    def run(self, setting: S, names: Iterable[str], started: Tell = print) -> SuiteReport:
-        """Run the named measurements; calls `started(name)` before each.
+    def run(
+        self, setting: S, names: Iterable[str], started: Tell = print, out: Path | None = None
+    ) -> SuiteReport:
+        """Run the named measurements; calls `started(name)` before each, and after each writes the
+        report so far into the folder `out`: a run that is cut off keeps what it has measured.
 
         Raises KeyError for a name that is not one of `measurements`.
         """
@@ -160,6 +163,8 @@ class Suite(Generic[S]):
             except _CRASHES as error:
                 report.crashed[name] = f"{type(error).__name__}: {error}"
                 report.traces[name] = traceback.format_exc()
+            if out is not None:
+                report.write(out)
         if self.left_out is not None:
             report.missing |= self.left_out(setting)
         return report

@@ -74,8 +74,8 @@ class Carrier:
         not more (see `Missing` and `HbmBlocks`). Raises errors of the client, the kernels and the
         device; then no block counts as loaded.
         """
-        deadline = time.monotonic() + timeout_s
         self._pin()
+        deadline = time.monotonic() + timeout_s
         with contextlib.ExitStack() as leases:
             found: list[Any] = []
             reason: str | None = None
@@ -109,8 +109,8 @@ class Carrier:
         `stored` the positions of the stored blocks. Returns the reason why not more were stored,
         None if none failed. Raises as `load` does.
         """
-        position, deadline = 0, time.monotonic() + timeout_s
         self._pin()
+        position, deadline = 0, time.monotonic() + timeout_s
         in_hbm = self.hbm is not None
         while position < len(prefix):
             part = prefix[position : position + blocks_at_once]
@@ -157,6 +157,8 @@ class Carrier:
             self._pinned.close()
 
     def _pin(self) -> None:
+        """Takes a second for some GiB the first time, which the pool's time to answer does not
+        pay for."""
         if self._pinned is not None:
             self._pinned.follow()
 

@@ -114,6 +114,16 @@ def test_errors_that_are_nobodys_fault_but_ours_are_not_hidden() -> None:
         suite.run(Setting(Sizes()), ["wrong"], lambda _: None)
 
 
+def test_a_run_that_is_cut_off_keeps_what_it_has_measured(tmp_path: Path) -> None:
+    def cut_off(_: Setting) -> list[Row]:
+        raise KeyboardInterrupt
+
+    suite: Suite[Setting] = Suite("toys", {"both": both, "late": cut_off})
+    program(suite, tmp_path, ["both", "late"])()
+    rows = json.loads((tmp_path / "bench-toys.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["fast", "slow"]
+
+
 def shown(*what: RenderableType) -> str:
     """The text as on a terminal of 80 columns."""
     console = Console(width=80)

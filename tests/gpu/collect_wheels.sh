@@ -8,7 +8,7 @@ rm -rf wheels
     --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
     "msgspec>=0.18.6" "ml-dtypes>=0.4" "rich>=13.7" "typer>=0.12" "uvloop>=0.19" "xxhash>=3.4" \
-    "hypothesis>=6.100" "pytest-timeout>=2.3" "aiohttp>=3.14.1" "httpx>=0.27" "redis[hiredis]>=5.0"
+    "hypothesis>=6.100" "pytest-timeout>=2.3"
 rm -f wheels/numpy-* wheels/pytest-[0-9]* # torch's machine has them
 kib=$(du -sk wheels | cut -f1)
 ((kib <= 50 * 1024)) || { echo "tests/gpu/wheels: $kib KiB, more than 50 MB" >&2; exit 1; }

@@ -14,14 +14,14 @@ from tiffin.kernels.errors import KernelError  # noqa: E402
 from tiffin.kernels.layout.engine_cache import PagedCache  # noqa: E402
 from tiffin.kernels.layout.transfer_plan import PageMap  # noqa: E402
 from tiffin.kvstore import Client, KVSchema  # noqa: E402
-from tiffin.kvstore.connectors import block_copier  # noqa: E402
+from tiffin.kvstore.connectors import block_copier, cache_transfer  # noqa: E402
 from tiffin.kvstore.connectors.block_copier import BlockMover  # noqa: E402
 from tiffin.kvstore.connectors.cache_transfer import Carrier  # noqa: E402
 from tiffin.kvstore.connectors.kernel_tables import (  # noqa: E402
     layout_of,
     quantised_layout_of,
 )
-from tiffin.kvstore.errors import TierUnavailable  # noqa: E402
+from tiffin.kvstore.errors import NodeUnavailable, TierUnavailable  # noqa: E402
 from tiffin.kvstore.hbm.device import host_pinning  # noqa: E402
 from tiffin.messenger.errors import MessengerError  # noqa: E402
 
@@ -253,6 +253,34 @@ def test_a_carrier_pins_its_clients_memory_from_the_first_use_on(
     two.close()
     two.close()
     assert pins == []
+
+
+def test_pinning_takes_nothing_of_the_pools_time_to_answer(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier, now_s = Carrier(client, SCHEMA, "cpu"), [100.0]
+    left_s: list[float] = []
+
+    def pin() -> None:
+        now_s[0] += 5.0
+
+    def asked(_: Prefix, timeout_s: float) -> Any:
+        left_s.append(timeout_s)
+        raise NodeUnavailable("as far as this test goes")
+
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr(cache_transfer, "time", clock)
+    monkeypatch.setattr(cache_transfer, "until_s", lambda deadline: deadline - now_s[0])
+    monkeypatch.setattr(carrier, "_pin", pin)
+    monkeypatch.setattr(client, "get", asked)
+    monkeypatch.setattr(client, "reserve", asked)
+    prefix = SCHEMA.prefix(range(TOKENS))
+    with pytest.raises(NodeUnavailable):
+        carrier.load(prefix, lambda _: pytest.fail("nothing was found"), 1.0)
+    nothing: Any = None
+    with pytest.raises(NodeUnavailable):
+        carrier.save(nothing, nothing, prefix, [], blocks_at_once=1, timeout_s=1.0)
+    assert left_s == [1.0, 1.0]
 
 
 def test_on_a_cpu_a_carrier_pins_nothing(pins: list[Any], client: Client) -> None:

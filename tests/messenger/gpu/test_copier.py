@@ -689,7 +689,7 @@ def test_a_gpu_moves_what_it_should(nbytes: int, host_contiguous: bool, pinned: 
         copier.submit([[Copies(device, array, to, come * nbytes, lengths)]]).wait(10.0)
         there = device.cpu().numpy().reshape(-1, nbytes)
         assert np.array_equal(there[to // nbytes], content.reshape(-1, nbytes)[come])
-        back = torch.zeros_like(array)
+        back = torch.zeros(len(content), dtype=torch.uint8, pin_memory=pinned)
         copier.submit([[Copies(back, device, come * nbytes, to, lengths)]]).wait(10.0)
         assert np.array_equal(back.numpy(), content)
 
