@@ -210,7 +210,7 @@ def unreadable(statistics: Mapping[str, Any], own: int = 0) -> str:
 def nobody(statistics: Mapping[str, Any]) -> str:
     """That no node is registered in the pool, which may be another pool's name mistyped; else "".
     `statistics` are those of its directory."""
-    if statistics["nodes"] or not statistics.get("membership_read"):
+    if not statistics.get("membership_read") or statistics["nodes"]:
         return ""
     return f"no node is registered in pool {statistics['pool']!r}: is that its name?"
 

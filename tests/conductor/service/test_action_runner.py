@@ -102,7 +102,11 @@ def flipped(
         for name in ("i1", "i2"):
             if name == "i2" and role is Role.PREFILL:
                 decodes(core, loop.time())
-            spec = InstanceSpec(name, MODEL, Role.MIXED, "test", f"http://{name}", labels=labels)
+            spec = InstanceSpec(
+                *(name, MODEL, Role.MIXED, "test", f"http://{name}"),
+                block_bytes=1 << 20,
+                labels=labels,
+            )
             core.register(spec, loop.time())
             core.heartbeat(name, Load(), loop.time())
         async with Acting(service, feeding) as acting, asyncio.timeout(20):
