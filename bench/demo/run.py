@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.errors import ConductorError
-from tiffin.conductor.wire.block_keys import parse_schema
+from tiffin.conductor.wire.schema_text import parse_schema
 from tiffin.kvstore import Client, TiffinError
 from tiffin.kvstore.cli.local.local_pool import LocalPool, LocalPoolOptions
 from tiffin.kvstore.errors import NodeUnavailable

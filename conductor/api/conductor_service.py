@@ -14,6 +14,7 @@ import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ..core.hold import hold_of
 from ..core.silence import NAMED_MAX, silent, unmeasured
@@ -26,8 +27,9 @@ from ..state.sliced_work import finished
 from ..web.metrics import ConductorMetrics
 from ..web.tracing import Tracing
 from ..wire import conversions
-from ..wire.block_keys import KeyedModels, parse_schema
+from ..wire.block_keys import KeyedModels
 from ..wire.decision_text import Shown
+from ..wire.schema_text import parse_schema
 from .decision_stream import Broadcast
 from .release_mailboxes import ReleaseMailboxes
 from .release_waiters import ReleaseWaiters
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiffin.kvstore import KVSchema
+    from tiffin.kvstore.format.key_space import KeySpace
 
     from ..core.conductor import Conductor
     from ..core.hold import Hold
@@ -238,12 +241,29 @@ class Service:
         if spec is not None and self._feeding is not None:
             # First, because it may raise; if `register` raises below, `tick` stops following the
             # instance.
-            self._feeding.follow_instance(spec, self.models.schema(spec.model))
+            self._feeding.follow_instance(
+                spec, self.models.schema(spec.model), self.models.announced
+            )
         if spec is not None and (anew or self.spec(instance) != spec):
             self.core.register(spec, now)
             for note in unmeasured([spec]):
                 log.warning("%s", note)
         self.core.heartbeat(instance, load or Load(), now)
+
+    def announced(self, node: str, spaces: Sequence[bytes]) -> None:
+        """The engines at a node have announced these key spaces, and no others."""
+        for model in self.models.announced.announced(node, spaces):
+            keyed = self.models.announced.of(model)
+            said = "no engine announces a key space any more" if keyed is None else keyed.space
+            log.info("the keys of %s: %s", model, said)
+            for spec in self.core.cluster.specs:
+                if spec is not None and spec.model == model:
+                    self._follow(spec)
+
+    def home_of(self, model: str, engine: str, url: str) -> tuple[str, KeySpace] | None:
+        """The node that an engine has open, and what it has announced there, as far as is known."""
+        here = [] if self._feeding is None else self._feeding.nodes_at(urlsplit(url).hostname or "")
+        return self.models.announced.node_of(model, engine, here)
 
     def learn_schema(self, spec: InstanceSpec, schema: str | KVSchema) -> None:
         """Learn the schema, or its canonical text, with which an instance registers. Raises
@@ -311,7 +331,7 @@ class Service:
             return
         self._schemaless.discard(spec.id)
         try:
-            self._feeding.follow_instance(spec, schema)
+            self._feeding.follow_instance(spec, schema, self.models.announced)
         except ConductorError as error:
             self._feeding.forget_instance(spec.id)  # its previous endpoint is out of date
             self._leave_out("instance", f"instance {spec.id[:200]!r}: {error}")
@@ -466,6 +486,7 @@ class Service:
             *engines[:NAMED_MAX],
             *left_out[:NAMED_MAX],
             *unmeasured(self.core.cluster.specs),
+            *self.models.announced.notes()[:NAMED_MAX],
         ]
 
     def stop(self) -> None:

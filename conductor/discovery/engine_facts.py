@@ -29,6 +29,8 @@ from .engine_metrics import EngineMetrics, read_metrics
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tiffin.kvstore.format.key_space import KeySpace
+
     from ..wire.engine_models import EngineOptions
 
 T = TypeVar("T")
@@ -160,11 +162,17 @@ def _port(endpoint: Any) -> int:
 
 
 def registration(
-    facts: EngineFacts, options: EngineOptions, url: str, name: str, known: KVSchema | None
+    facts: EngineFacts,
+    options: EngineOptions,
+    url: str,
+    name: str,
+    known: KVSchema | None,
+    home: tuple[str, KeySpace] | None = None,
 ) -> tuple[InstanceSpec, KVSchema]:
     """What to register the engine at `url` as, under the id `name`, and the schema of its blocks:
-    `known`, if other instances of the model have one. Raises InvalidRequest, which names the
-    option, for what the engine did not tell."""
+    `known`, if other instances of the model have one. `home`: the node that it has open, and what
+    it has announced there. Raises InvalidRequest, which names the option, for what the engine did
+    not tell."""
     model = chosen_model(facts, options.model)
     engine_block = facts.block_tokens or 1
     block_tokens = options.block_tokens or (
@@ -183,6 +191,9 @@ def registration(
         "how much its KV cache holds",
     )
     schema = known or own_schema(model, block_tokens)
+    node, fetches = options.node, options.fetches
+    if home is not None:
+        node, fetches = node or home[0], fetches or home[1].loads
     spec = InstanceSpec(
         id=options.id or name,
         model=model,
@@ -191,12 +202,12 @@ def registration(
             options.profile, "profile", "how fast it is (`tiffin profile URL` measures one)"
         ),
         url=url,
-        node=options.node,
+        node=node,
         block_tokens=block_tokens,
-        block_bytes=schema.block_bytes if options.fetches else 0,
+        block_bytes=schema.block_bytes if fetches else 0,
         kv_capacity_tokens=capacity,
         batch_max=options.batch_max or facts.batch_max or BATCH_MAX,
-        fetches=options.fetches,
+        fetches=fetches,
         prefix_caching=facts.prefix_caching,
         labels=_labels(facts, options, url) | _adapters(facts, model),
         part_tokens=facts.block_tokens or PART_TOKENS,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConductorError, InvalidRequest, UnknownInstance
 from ..state.allowed_hosts import allowed_hosts, host_of
-from ..wire.block_keys import parse_schema
 from ..wire.engine_models import EngineReply, EnginesReply
+from ..wire.schema_text import parse_schema
 from . import name_lookup
 from .discovery import Announce, Answer, Beat, Discovery, Place
 from .engine_facts import registration
@@ -211,7 +211,8 @@ class EngineWatch:
         facts = await self._questions.facts(url)
         model = options.model or next(iter(facts.models), "")
         known = self._schema(options) or self._service.models.schema(model)
-        spec, schema = registration(facts, options, url, ask.place.name, known)
+        home = self._service.home_of(model, options.id or ask.place.name, url)
+        spec, schema = registration(facts, options, url, ask.place.name, known, home)
         return Answer(spec, schema, facts.metrics.load(spec.kv_capacity_tokens))
 
     def _schema(self, options: EngineOptions) -> KVSchema | None:
@@ -233,7 +234,8 @@ class EngineWatch:
         service = self._service
         if isinstance(action, Announce):
             drains = not action.anew and self._drains_as(action.spec)
-            service.learn_schema(action.spec, action.schema)
+            if service.models.announced.of(action.spec.model) is None:
+                service.learn_schema(action.spec, action.schema)
             service.announce(action.spec, action.spec.id, action.load, anew=action.anew)
             if drains:
                 service.core.drain(action.spec.id, service.clock())

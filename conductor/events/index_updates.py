@@ -95,7 +95,18 @@ class Gone:
     tiers: Sequence[str] = TIERS
 
 
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What the keys of the engines at a node are made of, by what they have announced there: all of
+    them, each encoded (`KeySpace`). Nothing for the index."""
+
+    name: str
+    spaces: tuple[bytes, ...]
+
+
 Update = Added | Removed | HolderInventory | Cleared | Doubted | Heard | Gone
+# What the feed of nodes says.
+NodeNews = Update | Announced
 
 
 def slices(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

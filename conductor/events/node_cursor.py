@@ -2,6 +2,7 @@
 
     inventory   all pages of one state; a page of another state: begin again
     events      the events since then; after a gap, or on a new connection: back to the inventory
+    spaces      every second between events: what the keys of the engines there are made of
 
 A new connection may lead to a node that has restarted and counts from the beginning, so earlier
 sequence numbers are void. The known blocks stay in the index until the inventory is complete, or
@@ -24,15 +25,26 @@ from tiffin.kvstore.health import Health
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.records import IN_DRAM, IN_NVME
 
-from .index_updates import NODE_TIERS, Added, Cleared, Heard, HolderInventory, Removed, slices
+from .index_updates import (
+    NODE_TIERS,
+    Added,
+    Announced,
+    Cleared,
+    Heard,
+    HolderInventory,
+    Removed,
+    slices,
+)
 
 if TYPE_CHECKING:
     import random
 
-    from .index_updates import Update
+    from .index_updates import NodeNews
 
 # The interval between polls of a node; after a full page of events the next poll is at once.
 POLL_S = 0.1
+# The interval between questions for the key spaces of the engines at a node.
+SPACES_S = 1.0
 # The interval between `Heard` updates while there is no news.
 HEARD_S = 1.0
 # Back-off after failures: doubled from the first to the last.
@@ -67,6 +79,8 @@ class NodeCursor:
         self._said_at = -math.inf
         self._has_disk = False  # whether the node ever reported a block on disk
         self._begun: set[str] = set()  # tiers of which the inventory under way has sent a part
+        self._spaces_seq, self._spaces_at = 0, -math.inf
+        self._asks_spaces = False
         self._holds = False  # whether updates were sent that a Cleared has to undo
 
     @property
@@ -81,6 +95,8 @@ class NodeCursor:
 
     def request(self) -> messages.Request:
         """The next request to send."""
+        if self._asks_spaces:
+            return messages.Spaces(0, self._spaces_seq)
         if self._pages is not None:
             return messages.Inventory(0, after=self._pages[0])
         return messages.Events(0, after=self._seq)
@@ -89,10 +105,12 @@ class NodeCursor:
         """Begin again: the next answer comes over a new connection."""
         self._begin_again()
 
-    def answered(self, reply: object, now: float) -> list[Update]:
+    def answered(self, reply: object, now: float) -> list[NodeNews]:
         """The updates in the reply to `request`. Raises ProtocolError for an invalid reply, which
         counts as no answer: call `failed`."""
-        if isinstance(reply, messages.KeyPage):
+        if isinstance(reply, messages.SpacesPage):
+            updates = self._spaces(reply, now)
+        elif isinstance(reply, messages.KeyPage):
             updates = self._page(reply, now)
         elif isinstance(reply, messages.EventPage):
             updates = self._events(reply, now)
@@ -100,9 +118,10 @@ class NodeCursor:
             raise ProtocolError(f"{self.name} answered with {type(reply).__name__}")
         self._health.answered()
         self._answered_at = now
+        self._asks_spaces = self.synced and now >= self._spaces_at + SPACES_S
         return updates
 
-    def failed(self, now: float) -> list[Update]:
+    def failed(self, now: float) -> list[NodeNews]:
         """Handle a missing or invalid answer: back off, and begin again."""
         self._health.failed(now)
         self.due_at = self._health.retry_at
@@ -116,8 +135,16 @@ class NodeCursor:
 
     def _begin_again(self) -> None:
         self._pages = (0, -1)
+        self._spaces_seq, self._spaces_at, self._asks_spaces = 0, -math.inf, False
 
-    def _page(self, page: messages.KeyPage, now: float) -> list[Update]:
+    def _spaces(self, page: messages.SpacesPage, now: float) -> list[NodeNews]:
+        if not self._asks_spaces:
+            raise ProtocolError(f"{self.name} sent key spaces that nobody asked for")
+        self._spaces_at = now
+        known, self._spaces_seq = self._spaces_seq, page.seq
+        return [] if page.seq == known else [Announced(self.name, tuple(page.spaces))]
+
+    def _page(self, page: messages.KeyPage, now: float) -> list[NodeNews]:
         if self._pages is None:
             raise ProtocolError(f"{self.name} sent an inventory that nobody asked for")
         keys = _split(self.name, page.keys)
@@ -142,7 +169,7 @@ class NodeCursor:
             self.resyncs += 1
         return updates
 
-    def _events(self, page: messages.EventPage, now: float) -> list[Update]:
+    def _events(self, page: messages.EventPage, now: float) -> list[NodeNews]:
         if self._pages is not None:
             raise ProtocolError(f"{self.name} sent events that nobody asked for")
         if page.gap:
@@ -176,11 +203,11 @@ class NodeCursor:
         """The tiers to send updates for: the disk only once the node has reported one."""
         return NODE_TIERS if self._has_disk else (_DRAM,)
 
-    def _stock(self, keys: list[bytes], tiers: bytes, page: messages.KeyPage) -> list[Update]:
+    def _stock(self, keys: list[bytes], tiers: bytes, page: messages.KeyPage) -> list[NodeNews]:
         """The updates of one inventory page, tier by tier. The disk's inventory begins with the
         first page that reports a block on disk; the last page ends the inventory of every tier that
         has begun."""
-        updates: list[Update] = []
+        updates: list[NodeNews] = []
         for number, tier in _TIERS.items():
             if tier not in self._spoken_of():
                 continue
@@ -192,11 +219,11 @@ class NodeCursor:
                     updates.append(HolderInventory(self.name, tier, part, first, last, page.seq))
         return updates
 
-    def _in_order(self, keys: list[bytes], tiers: bytes) -> list[Update]:
+    def _in_order(self, keys: list[bytes], tiers: bytes) -> list[NodeNews]:
         """The updates for events, in order, as runs of keys that are now in the same tier, or in
         none. A block is added to its new tier before it is removed from the old one, so that the
         index never shows it as gone."""
-        updates: list[Update] = []
+        updates: list[NodeNews] = []
         start, seq = 0, self._seq - len(keys)
         for number, run in groupby(tiers):
             stop = start + len(list(run))

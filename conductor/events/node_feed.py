@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tiffin.kvstore.pool.members import Members
     from tiffin.messenger.tcp.stream import Stream
 
-    from .index_updates import Update
+    from .index_updates import NodeNews
 
 log = logging.getLogger(__name__)
 log.addFilter(Ration())
@@ -65,7 +65,7 @@ class _Node:
         self._peer = Peer(parse_address(record.address), credentials, "conductor", streams_max=1)
         self._stream: Stream | None = None
 
-    def ask(self) -> list[Update]:
+    def ask(self) -> list[NodeNews]:
         """Send one request and receive its answer. Raises TiffinError."""
         deadline = time.monotonic() + ANSWER_S
         peer = self._peer
@@ -105,7 +105,7 @@ class NodesFeed:
         self,
         members: Members,
         credentials: Credentials,
-        apply: Callable[[Update], None],
+        apply: Callable[[NodeNews], None],
         *,
         threads: int = THREADS,
         membership_s: float = MEMBERSHIP_S,
@@ -233,7 +233,7 @@ class NodesFeed:
             if left:
                 self._bury(node)
 
-    def _ask(self, node: _Node) -> list[Update]:
+    def _ask(self, node: _Node) -> list[NodeNews]:
         try:
             updates = node.ask()
         except (TiffinError, MessengerError) as error:
@@ -248,7 +248,7 @@ class NodesFeed:
             node.error = ""
         return updates
 
-    def _failed(self, node: _Node, error: Exception) -> list[Update]:
+    def _failed(self, node: _Node, error: Exception) -> list[NodeNews]:
         node.error = f"{type(error).__name__}: {error}"
         foreseen = isinstance(error, TiffinError | MessengerError)
         if not foreseen or isinstance(error, ProtocolError):

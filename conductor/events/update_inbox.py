@@ -15,7 +15,7 @@ from ..errors import ConductorError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .index_updates import Update
+    from .index_updates import NodeNews
 
 # At most a million keys of 16 bytes are queued, in 256 full updates: 64 MB.
 KEYS_WAITING_MAX = 1 << 20
@@ -40,14 +40,14 @@ class UpdateInbox:
         self._wake = wake
         self._keys_max = keys_max
         self._changed = threading.Condition()
-        self._updates: deque[Update] = deque()
+        self._updates: deque[NodeNews] = deque()
         self._keys = 0
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._updates)
 
-    def __call__(self, update: Update) -> None:
+    def __call__(self, update: NodeNews) -> None:
         """Put an update; blocks while the inbox is full. Raises InboxClosed."""
         keys = _count(update)
         with self._changed:
@@ -60,10 +60,10 @@ class UpdateInbox:
         if was_empty and self._wake is not None:
             self._wake()
 
-    def take(self, keys_max: int = 16_384) -> list[Update]:
+    def take(self, keys_max: int = 16_384) -> list[NodeNews]:
         """Remove and return the oldest updates, of about `keys_max` keys together. If there are
         more, they stay: check `len` and call it again after the pending placement decisions."""
-        taken: list[Update] = []
+        taken: list[NodeNews] = []
         with self._changed:
             while self._updates and keys_max > 0:
                 update = self._updates.popleft()
@@ -88,5 +88,5 @@ class UpdateInbox:
         return self._keys + keys <= self._keys_max and len(self._updates) < UPDATES_WAITING_MAX
 
 
-def _count(update: Update) -> int:
+def _count(update: NodeNews) -> int:
     return len(getattr(update, "keys", ()))

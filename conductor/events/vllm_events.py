@@ -143,13 +143,14 @@ Event: TypeAlias = EngineStored | EngineRemoved | CacheCleared
 
 
 def lora_namespace(lora_name: str) -> str:
-    """The default namespace of an adapter's blocks: "lora:" and its name."""
-    return f"lora:{lora_name}"
+    """The default namespace of an adapter's blocks: "lora:" and its name; "" without one."""
+    return f"lora:{lora_name}" if lora_name else ""
 
 
 class EventReader:
-    """Decodes one engine's batches. `namespace_of` gives the namespace of an adapter, or None for
-    an adapter whose blocks have no keys in the pool; an invalid namespace counts as None."""
+    """Decodes one engine's batches. `namespace_of` gives the namespace of an adapter's blocks, and
+    with "" that of those without one, or None for blocks that have no keys in the pool; an invalid
+    namespace counts as None."""
 
     def __init__(self, namespace_of: Callable[[str], str | None] = lora_namespace) -> None:
         self._namespace_of = namespace_of
@@ -235,9 +236,7 @@ class EventReader:
         return parts
 
     def _namespace(self, event: BlockStored) -> str | None:
-        if event.lora_name is None and event.lora_id is None:
-            return ""
-        adapter = str(event.lora_id) if event.lora_name is None else event.lora_name
+        adapter = event.lora_name or ("" if event.lora_id is None else str(event.lora_id))
         namespace = self._namespace_of(adapter)
         if namespace is None:
             return None

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
+from tiffin.kvstore.credentials import parse_address
 from tiffin.kvstore.directory import open_directory
 from tiffin.kvstore.directory.base import nobody, unreadable
 from tiffin.kvstore.errors import TiffinError
 
 from ..errors import ConductorError, InvalidRequest
 from ..events.block_regrouper import EngineChain
+from ..events.index_updates import NODE_TIERS, Announced, Cleared, Gone
 from ..events.node_feed import NodesFeed
 from ..events.update_inbox import UpdateInbox
+from ..events.vllm_events import lora_namespace
 from ..state.allowed_hosts import EVENTS_LABEL, REPLAY_LABEL, TOPIC_LABEL, host_of
 from .order_sender import OrderCarrier
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from ..events.vllm_feed import VllmFeed
     from ..pool.orders import Ended, Order
     from ..records import InstanceSpec
+    from ..wire.announced_spaces import AnnouncedSpaces
 
 log = logging.getLogger("tiffin.conductor")
 
@@ -46,6 +51,8 @@ class Feeding:
 
     def __init__(self, apply: Callable[[Update], None], loop: asyncio.AbstractEventLoop) -> None:
         self._apply = apply
+        # Called with a node's name and the key spaces of the engines there, as they are announced.
+        self.announced: Callable[[str, Sequence[bytes]], None] = lambda *_: None
         self._loop = loop
         self._inbox = UpdateInbox(self._wake)
         self._directory: Directory | None = None
@@ -63,10 +70,13 @@ class Feeding:
         # The carrier gets a directory of its own, because it closes it.
         self._carrier = OrderCarrier(open_directory(directory, pool=pool, token=token), credentials)
 
-    def follow_instance(self, spec: InstanceSpec, schema: KVSchema | None) -> None:
-        """Follow the KV events of an instance, if its labels give an endpoint. Idempotent. Raises
-        InvalidRequest for an endpoint that can't work, and without a schema, from which the keys
-        follow."""
+    def follow_instance(
+        self, spec: InstanceSpec, schema: KVSchema | None, spaces: AnnouncedSpaces
+    ) -> None:
+        """Follow the KV events of an instance, if its labels give an endpoint; their keys are those
+        of its `schema`, in the key space that was announced for its model, if any was. Idempotent.
+        Raises InvalidRequest for an endpoint that can't work, and without a schema, from which the
+        keys follow."""
         endpoint = spec.labels.get(EVENTS_LABEL, "")
         replay, topic = spec.labels.get(REPLAY_LABEL, ""), spec.labels.get(TOPIC_LABEL, "")
         if not endpoint:
@@ -81,7 +91,9 @@ class Feeding:
                 f"the label {EVENTS_LABEL} takes a schema, of this or another instance of the "
                 "model: events tell token ids, and keys follow from them by the schema"
             )
-        wanted = (endpoint, replay, topic, schema.fingerprint.hex())
+        keyed = spaces.of(spec.model)
+        kind = () if keyed is None else keyed.kind
+        wanted = (endpoint, replay, topic, schema.fingerprint.hex(), *kind)
         if self._followed.get(spec.id) == wanted:
             return
         # Imported here: only a pool with such engines needs the library.
@@ -89,8 +101,14 @@ class Feeding:
 
         if self._engines is None:
             self._engines = VllmFeed(self._inbox)
-        chain = EngineChain.of(schema)
-        self._engines.follow(EventPublisher(spec.id, endpoint, chain, replay=replay, topic=topic))
+        name_of = partial(spaces.namespace_of, spec.model)
+        publisher = EventPublisher(
+            *(spec.id, endpoint, EngineChain.of(schema)),
+            replay=replay,
+            topic=topic,
+            namespace_of=lambda adapter: name_of(lora_namespace(adapter)),
+        )
+        self._engines.follow(publisher)
         self._followed[spec.id] = wanted
 
     def forget_instance(self, instance: str) -> None:
@@ -106,6 +124,13 @@ class Feeding:
     def left_out(self) -> dict[str, dict[str, int]]:
         """Per instance, how many of its events do not count, by what they are."""
         return {} if self._engines is None else self._engines.left_out()
+
+    def nodes_at(self, host: str) -> list[str]:
+        """The names of the nodes that are followed at a host, as their addresses have it."""
+        if self._nodes is None:
+            return []
+        nodes = self._nodes.statistics()["nodes"]
+        return [name for name, one in nodes.items() if parse_address(one["address"])[0] == host]
 
     def missing(self) -> str:
         """A health check: why the feeds are incomplete, not yet or no longer; "" if all is well."""
@@ -172,6 +197,11 @@ class Feeding:
 
     def _take(self) -> None:
         for update in self._inbox.take(_KEYS_PER_TURN):
+            if isinstance(update, Announced):
+                self.announced(update.name, update.spaces)
+                continue
+            if isinstance(update, Gone | Cleared) and update.tiers == NODE_TIERS:  # a node
+                self.announced(update.name, ())
             try:
                 self._apply(update)
             except ConductorError as error:  # too many holders: this holder's blocks are not used

@@ -149,6 +149,7 @@ async def serve(
             recorder=recorder,
         )
         service: Service = app.state.service
+        feeding.announced = service.announced
         server = web_server(
             app,
             _connections(options.limits),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-import msgspec
 import numpy as np
 
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.format.keys import Prefix
-from tiffin.kvstore.format.schema import SCHEMA_FORMAT, KVSchema, LayerKind, LayerSpec, Part
-from tiffin.messenger.shm.host_copy import XXH3_64
 
 from ..errors import Conflict, InvalidRequest
 from ..records import KEY_BYTES, KEYS_MAX
 from ..state.part_keys import part_keys
+from .announced_spaces import AnnouncedSpaces
 from .models import KEY_HEX
 
 if TYPE_CHECKING:
@@ -22,15 +20,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiffin.kvstore.format.schema import KVSchema
+
 # A schema has some hundred KiB at most, and a conductor serves some dozens of models.
 MODELS_MAX = 1024
 
-# Part, heads, dim and dtype, and for a quantised part scale_tokens: `Part` validates them.
-_PartRow = list[Any]
-_LayerRow = tuple[str, list[_PartRow], int, int, list[int], str]
 _KEY = np.dtype((np.void, KEY_BYTES))  # void, as numpy's bytes type would strip trailing zeros
-_canonical = msgspec.json.Decoder(list[Any])
-_layers = list[_LayerRow]
 
 
 class PromptKeys(NamedTuple):
@@ -62,54 +57,29 @@ def parse_keys(texts: Sequence[str], field: str = "block_keys") -> tuple[bytes, 
     return tuple(cast("list[bytes]", np.frombuffer(raw, _KEY).tolist()))
 
 
-def parse_schema(canonical: str) -> KVSchema:
-    """Parse a schema from its `canonical_bytes()`. Raises InvalidRequest."""
-    try:
-        name, model, digest, block_tokens, rows, *rest = _canonical.decode(canonical)
-        checksum: Any = rest.pop() if rest and isinstance(rest[-1], str) else XXH3_64
-        if name != SCHEMA_FORMAT or len(rest) > 1:
-            raise InvalidInput(f"it is not of the format {SCHEMA_FORMAT}")
-        layers = [_layer(row) for row in msgspec.convert(rows, _layers)]
-        schema = KVSchema.of(
-            model,
-            layers,
-            block_tokens=block_tokens,
-            hash=digest,
-            shards=rest[0] if rest else 1,
-            checksum=checksum,
-        )
-    except (InvalidInput, ValueError, TypeError, RecursionError) as error:
-        # ValueError covers msgspec's errors, too few fields, and an unknown kind of layer.
-        raise InvalidRequest(f"schema.canonical describes no schema: {error}") from error
-    if schema.canonical_bytes() != canonical.encode():
-        raise InvalidRequest(
-            "schema.canonical is not what KVSchema.canonical_bytes() gives: its keys would differ"
-        )
-    return schema
-
-
 class KeyedModels:
-    """The schemas of models, as instances registered them, with which token ids become keys."""
+    """The schemas of models, as instances registered them, with which token ids become keys; and
+    instead of them the key spaces that engines have `announced`."""
 
     def __init__(self) -> None:
+        self.announced = AnnouncedSpaces()
         self._schemas: dict[str, KVSchema] = {}
         # Their canonical texts: a repeated registration is recognised by its text, unparsed.
         self._texts: dict[str, str] = {}
 
     def learn(self, model: str, schema: KVSchema, others: Callable[[], set[str]]) -> None:
         """Set the schema with which instances of `model` key their blocks. `others` returns the
-        models that other instances serve. Raises Conflict if another instance of this model uses a
-        different schema, InvalidRequest for another model's schema or too many models."""
-        if schema.model != model:
-            raise InvalidRequest(f"the schema is of {schema.model!r}, the instance of {model!r}")
+        models that other instances serve. The schema's own model is only a part of its keys. Raises
+        Conflict if another instance of this model uses a different schema, InvalidRequest for too
+        many models. Key spaces that engines have announced go before it."""
         known = self._schemas.get(model)
         if known == schema:
             return
         served = others()
         if known is not None and model in served:
             raise Conflict(
-                f"another instance of {model!r} keys its blocks by another schema "
-                f"({known.fingerprint.hex()}, this is {schema.fingerprint.hex()})"
+                f"another instance of {model!r} keys its blocks by another schema: "
+                f"{_differing(known, schema)} differ"
             )
         if len(self._schemas) >= MODELS_MAX:
             self._schemas = {name: one for name, one in self._schemas.items() if name in served}
@@ -129,38 +99,36 @@ class KeyedModels:
         return self._texts[model]
 
     def schema(self, model: str) -> KVSchema | None:
-        """The schema of a model; None if no instance has registered one."""
-        return self._schemas.get(model)
+        """The schema of a model; None if no engine has announced and no instance registered one."""
+        keyed = self.announced.of(model)
+        return self._schemas.get(model) if keyed is None else keyed.schema
 
     def keys(self, model: str, token_ids: NDArray[np.uint32], namespace: str = "") -> PromptKeys:
-        """The keys of a prompt. Raises InvalidRequest.
+        """The keys of a prompt; none where the engines' key space has a secret, and for an adapter
+        that no engine has announced. Raises InvalidRequest.
 
-        131,072 tokens take 0.2 ms. Not for pools with a secret: only the engines have the secret,
-        and they send keys.
+        131,072 tokens take 0.2 ms.
         """
-        schema = self._schemas.get(model)
+        schema, keyed = self.schema(model), self.announced.of(model)
         if schema is None:
             raise InvalidRequest(
                 f"no instance of {model!r} was registered with a schema: send block_keys and "
                 "prompt_tokens"
             )
+        name = self.announced.namespace_of(model, namespace)
+        if name is None or (keyed is not None and keyed.space.secret):
+            return PromptKeys()
         try:
-            prefix = Prefix(schema, token_ids, namespace)
+            prefix = Prefix(schema, token_ids, name)
         except InvalidInput as error:
             raise InvalidRequest(str(error)) from error
         return PromptKeys(prefix.keys, part_keys(prefix))
 
 
-def _layer(row: _LayerRow) -> LayerSpec:
-    kind, parts, window_tokens, tokens_per_entry, shape, packing = row
-    return LayerSpec(
-        LayerKind(kind),
-        tuple(Part(*part) for part in parts),
-        window_tokens,
-        tokens_per_entry,
-        tuple(shape),
-        packing,
-    )
+def _differing(one: KVSchema, other: KVSchema) -> str:
+    """The fields in which two schemas differ."""
+    names = ("model", "layers", "block_tokens", "hash", "shards", "checksum")
+    return ", ".join(name for name in names if getattr(one, name) != getattr(other, name))
 
 
 def _complaint(texts: Sequence[str], field: str) -> str:

@@ -43,6 +43,7 @@ from .prefetch_handles import Prefetch
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from ..format.key_space import KeySpace
     from ..format.keys import Prefix
     from ..format.schema import AnyShard, HeadRange, LayerRange
 
@@ -463,6 +464,13 @@ class Client(ClientBase):
         in time; even then the running node no longer serves the blocks until it restarts.
         """
         return drive(block_verbs.remove(prefix, timeout_s), self._link)
+
+    @verb
+    def announce(self, space: KeySpace, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Say what the keys of this client's blocks are made of, so that who places requests finds
+        them. It holds until the next call, or while the client is connected: repeat it every few
+        seconds. Raises InvalidInput for a space that is too large."""
+        drive(block_verbs.announce(space, timeout_s), self._link)
 
     @verb
     def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from ..text import check_name
 from ..tiers.base import TierName
 from ..tiers.dram import DramTier
 from ..tiers.nvme import NvmeTier
+from .announcements import Announcements
 from .core import messages
 from .core.commit_headers import intact, sealed, united
 from .core.inventory_pages import Inventories, State
@@ -164,6 +165,7 @@ class Node(OfOneProcess):
             opened.callback(self._eraser.close)
             self._mover = Mover(self.dram, self.nvme, self._moved)
             opened.callback(self._mover.close)
+        self.announcements = Announcements()
         self._inspector = Inspector(self.core, self._lock, self._view, self._after, self.submit)
         opened.callback(self._inspector.close)
         self._handlers = self._handlers_of_requests()
@@ -190,6 +192,8 @@ class Node(OfOneProcess):
             messages.Inventory: self._inventory,
             messages.Events: self._events,
             messages.Drain: self._drain,
+            messages.Announce: self.announcements.announce,
+            messages.Spaces: self.announcements.page,
             messages.Describe: not_offered,
             messages.Confirm: confirm,
         }
@@ -247,6 +251,7 @@ class Node(OfOneProcess):
             session.gone = True  # so that settling its tickets grants nothing any more
             self._inspector.forget(session)
             self._inventories.forget(session)
+            self.announcements.forget(session)
             self._parked = deque(p for p in self._parked if p.session is not session)
             for ticket in [t for t in self._tickets if t.session is session]:
                 del self._tickets[ticket]

@@ -30,6 +30,7 @@ def numbers_of(node: Node, *, waiting_requests: int, queued_moves: int) -> dict[
         "queued_moves": queued_moves,
         "tiers": _tiers(node),
         "counters": asdict(core.residency.counters),
+        "key_spaces": node.announcements.numbers(),
         "sessions": [_session(session) for session in core.sessions.values()],
         **{name: numbers() for name, numbers in node.extra_numbers.items()},
     }

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
     from ..blocks.block_places import MappedRegion
     from ..connection.node_link import NodeLink
+    from ..format.key_space import KeySpace
     from ..format.keys import Prefix
     from ..format.schema import AnyShard, HeadRange, LayerRange
     from ..verbs.arguments import Verify
@@ -488,6 +489,19 @@ class PoolClient(Client):
     def nodes(self) -> dict[int, Any]:
         """The nodes of the pool by number, as `NodeRecord`s."""
         return dict(self._driver.nodes())
+
+    @verb
+    @in_one_piece
+    def announce(self, space: KeySpace, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """See `Client.announce`: at the home node, without one at the node with the lowest number.
+        Raises NodeUnavailable if there is none."""
+        if self._home is not None:
+            self._home.ask(local_verbs.announce(space, timeout_s), None)
+            return
+        numbers = self._driver.nodes()
+        if not numbers:
+            raise NodeUnavailable("the pool has no node")
+        self._driver.ask(min(numbers), messages.Announce(0, space.encoded()), timeout_s)
 
     @verb
     @in_one_piece

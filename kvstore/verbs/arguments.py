@@ -22,6 +22,7 @@ import numpy as np
 
 from ..deadlines import Within
 from ..errors import InvalidInput, SchemaError
+from ..format.key_space import KeySpace
 from ..format.keys import Prefix
 from ..node.core import messages
 from ..node.node import Node
@@ -211,6 +212,12 @@ def _check_own_node(node: object) -> Node:
     return node
 
 
+def _check_space(space: object) -> object:
+    if not isinstance(space, KeySpace):
+        raise InvalidInput(f"space is a {type(space).__name__}; pass a KeySpace")
+    return space
+
+
 def _as_it_is(value: Any) -> Any:
     """No check here: the code that has the schema, or parses the URL, checks the argument."""
     return value
@@ -238,6 +245,7 @@ _OF_VERBS: Mapping[str, Check] = {
     "to": _check_targets,
     "payloads": _as_it_is,
     "into": _as_it_is,
+    "space": _check_space,
 }
 _OF_OPENING: Mapping[str, Check] = {
     "url": _as_it_is,  # `parse_url`

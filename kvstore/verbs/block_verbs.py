@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ..format.key_space import KeySpace
     from ..format.keys import Prefix
     from ..format.schema import AnyShard
 
@@ -201,6 +202,11 @@ def remove(prefix: Prefix, timeout_s: float) -> Verb[int]:
         return 0
     reply, _ = yield Call(messages.Remove(0, _keys(prefix), timeout_s), timeout_s)
     return int(reply.count)
+
+
+def announce(space: KeySpace, timeout_s: float) -> Verb[None]:
+    """Say what the keys of this client's blocks are made of."""
+    yield Call(messages.Announce(0, space.encoded()), timeout_s)
 
 
 def statistics(timeout_s: float) -> Verb[dict[str, Any]]:

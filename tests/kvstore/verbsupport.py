@@ -7,6 +7,8 @@ from typing import Any
 
 from kvsupport import fresh_prefix, payloads_of
 
+from tiffin.kvstore.format.key_space import KeySpace
+
 PREFIX = fresh_prefix(1)
 
 
@@ -22,6 +24,7 @@ GOOD: dict[str, Any] = {
     "unpin": {"prefix": PREFIX},
     "remove": {"prefix": PREFIX},
     "statistics": {},
+    "announce": {"space": KeySpace(schema="")},
     "nodes": {},
     "replicate": {"prefix": PREFIX, "to": [999]},
     "evacuate": {"node": 999},  # no node has this number

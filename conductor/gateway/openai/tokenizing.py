@@ -30,7 +30,7 @@ from ...errors import InvalidRequest
 from ...events.vllm_events import lora_namespace
 from ...records import KEYS_MAX, TOKENS_MAX
 from ...state.part_keys import part_keys
-from ...wire.block_keys import parse_schema
+from ...wire.schema_text import parse_schema
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...errors import InvalidInput
+from ...format.key_space import KeySpace, secret_name
 from .handoff import promise, promised, to_be_told
 from .hbm_front import open_front
 from .metrics import PromMetrics, Statistics
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from .pages.copier import EngineCopier
+    from .settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +171,9 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
         (group,) = kv_cache_config.kv_cache_groups
         self._layers = {name: index for index, name in enumerate(group.layer_names)}
         self._epoch = WeightsEpoch(settings.weights_version, settings.weights_version_file)
-        self._identities = RequestIdentities(settings.block_tokens, self._epoch)
+        self._identities = RequestIdentities(
+            settings.block_tokens, self._space(vllm_config, settings), self._epoch
+        )
         self._requests = _Requests(self._identities)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -195,12 +199,28 @@ class TiffinConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 saves=transfer.is_kv_producer,
                 streams=not stages,
             )
+            link.announce(lambda: self._identities.space)
             log.info("KV blocks of %s", blocks.shape)
         else:
             rank, stage = self._place()
             self._worker = WorkerSide(
                 settings, link, rank, blocks.ranks, blocks.kv_heads, stage, stages
             )
+
+    def _space(self, config: Any, settings: Settings) -> KeySpace:
+        """What the keys of this engine's blocks are made of."""
+        named = config.model_config.served_model_name
+        return KeySpace(
+            schema=self._schema.canonical_bytes().decode(),
+            namespace=settings.namespace,
+            secret=secret_name(settings.secret()),
+            models=(named,) if isinstance(named, str) else tuple(named),
+            engine=settings.engine,
+            page_tokens=self._page_tokens,
+            ranks=self._blocks.ranks,
+            loads=config.kv_transfer_config.is_kv_consumer,
+            saves=config.kv_transfer_config.is_kv_producer,
+        )
 
     @staticmethod
     def _place() -> tuple[int, int]:

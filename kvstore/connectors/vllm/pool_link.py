@@ -10,7 +10,14 @@ import time
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ...client.client import Client
-from ...errors import ClientBusy, ClientClosed, DeadlineExceeded, NodeUnavailable, ProtocolError
+from ...errors import (
+    ClientBusy,
+    ClientClosed,
+    DeadlineExceeded,
+    NodeUnavailable,
+    ProtocolError,
+    TiffinError,
+)
 from ...health import Health
 from ...pool.client import PoolClient
 
@@ -18,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ...blocks.block_places import MappedRegion
+    from ...format.key_space import KeySpace
     from ...verbs.arguments import Verify
 
 log = logging.getLogger(__name__)
@@ -26,6 +34,8 @@ T = TypeVar("T")
 # Rests of a pool that failed. The first is short: an engine may start before its node.
 FIRST_REST_S = 0.5
 LONGEST_REST_S = 5.0
+# How often the key space is announced again: a node that was started again does not have it.
+_ANNOUNCE_S = 2.0
 # Failures of the pool, after which it gets a rest. Others are answers: no room, a corrupt block.
 _FAILURES = (NodeUnavailable, DeadlineExceeded, ProtocolError, ClientClosed, ConnectionError)
 
@@ -54,6 +64,7 @@ class PoolLink:
         self._opening: threading.Thread | None = None
         self._users = 0
         self._said = ""  # the last failure that was logged
+        self._closed = threading.Event()
 
     @classmethod
     def shared(cls, url: str, verify: Verify) -> PoolLink:
@@ -98,12 +109,32 @@ class PoolLink:
         client = self._client
         return client.home_number if isinstance(client, PoolClient) else None
 
+    def announce(self, space: Callable[[], KeySpace]) -> None:
+        """Keep the pool told of `space()`, from a thread, until the last `close`."""
+
+        def tell() -> None:
+            announced = space()
+            self.call(lambda client: client.announce(announced), wait_s=_ANNOUNCE_S)
+
+        threading.Thread(
+            target=self._repeat, args=(tell,), name="tiffin-announce", daemon=True
+        ).start()
+
+    def _repeat(self, tell: Callable[[], None]) -> None:
+        while not self._closed.is_set():
+            try:
+                tell()
+            except TiffinError as error:  # `call` has said so, and gives a pool that failed a rest
+                log.debug("the key space is not announced: %s", error)
+            self._closed.wait(_ANNOUNCE_S)
+
     def close(self) -> None:
         """Close the client when no user of the process is left."""
         with PoolLink._guard:
             self._users -= 1
             if self._users > 0:
                 return
+            self._closed.set()
             PoolLink._links = {
                 key: link for key, link in PoolLink._links.items() if link is not self
             }

@@ -127,10 +127,9 @@ class SchedulerSide:
     ) -> None:
         """A request has arrived: begin its lookup. Another instance has promised blocks, which are
         perhaps still being stored or computed."""
-        name = self._settings.namespace
-        if identity.namespace:
-            name = f"{name}\0{identity.namespace}"
-        prefix = self._schema.prefix(list(tokens), name, self._secret, identity.extras)
+        prefix = self._schema.prefix(
+            list(tokens), identity.namespace, self._secret, identity.extras
+        )
         until = self._lookup_until()
         settings, blocks = self._settings, min(promise.blocks, len(prefix))
         wait_s = settings.handoff_timeout_s

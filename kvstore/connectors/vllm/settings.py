@@ -35,7 +35,9 @@ _LONGEST_SUFFIX = "\0" + 32 * "0"
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`kv_connector_extra_config`, checked. Made by `read`, which raises InvalidInput.
 
-    `url`: the pool, in any form that `Client.open` takes. `namespace`: requests share blocks only
+    `url`: the pool, in any form that `Client.open` takes. `engine`: a name of this engine, by which
+    a conductor knows it from others of its model on its host; only needed where their key spaces
+    differ. `namespace`: requests share blocks only
     within it. `secret_file`: a file with the namespace's secret; the secret itself must not stand
     in a configuration that vLLM logs. `model_fingerprint`: what identifies the weights, if they are
     not files that can be read here. `loading`: "auto" loads synchronously what lies in the DRAM of
@@ -54,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """
 
     url: str
+    engine: str = ""
     namespace: str = ""
     secret_file: str | None = None
     model_fingerprint: str | None = None

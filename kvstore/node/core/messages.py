@@ -19,9 +19,10 @@ from msgspec import Meta
 from ... import text
 from ...errors import VersionMismatch
 from ...format.header import MAX_HEADER_BYTES, MAX_SEGMENTS
+from ...format.key_space import SPACE_BYTES_MAX
 from .records import Reason
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # Limits of one message, which the decoder checks whether a client or a node sent it. 65,536 keys
 # are 33 million tokens.
@@ -62,6 +63,10 @@ Checksums = Annotated[bytes, Meta(max_length=PUBLISHED_BYTES_MAX)]
 AwaitedChecksums = Annotated[bytes, Meta(max_length=AWAITED_BYTES_MAX)]
 # Nonces, proofs and session names of the network's greeting (`token_proofs.py`).
 Secret = Annotated[bytes, Meta(max_length=32)]
+
+# A `KeySpace`, encoded; clients that announce one: engines of a host.
+SPACES_MAX = 256
+Space = Annotated[bytes, Meta(max_length=SPACE_BYTES_MAX)]
 
 # A host name of 253 characters, brackets and a port.
 Address = Annotated[str, Meta(max_length=300, pattern=text.PLAIN)]
@@ -289,6 +294,19 @@ class Drain(Request, tag="drain"):
     on: bool
 
 
+class Announce(Request, tag="announce"):
+    """Say what the keys of this client's blocks are made of: a `KeySpace`, which holds while the
+    client is connected, instead of what it announced before. Empty: none any more."""
+
+    space: Space
+
+
+class Spaces(Request, tag="spaces"):
+    """Request the key spaces that clients have announced, unless they are those of `seq`."""
+
+    seq: Natural = 0
+
+
 class Goodbye(Request, tag="goodbye"):
     """Close the session: the client no longer accesses the region, and its leases end."""
 
@@ -315,6 +333,8 @@ AnyRequest = (
     | Describe
     | Confirm
     | Drain
+    | Announce
+    | Spaces
     | Goodbye
 )
 
@@ -427,6 +447,13 @@ class EventPage(Reply, tag="event_page"):
     whole: bool = False
 
 
+class SpacesPage(Reply, tag="spaces_page"):
+    """The announced key spaces; none if the asker has those of `seq` already."""
+
+    seq: Natural
+    spaces: Annotated[list[Space], Meta(max_length=SPACES_MAX)]
+
+
 class Described(Reply, tag="described"):
     """What NIXL needs to read this node's DRAM; `metadata` is empty if the node does not offer it.
     The region of `nbytes` begins at `base_address`."""
@@ -479,6 +506,7 @@ AnyReply = (
     | Numbers
     | KeyPage
     | EventPage
+    | SpacesPage
     | Described
     | Refused
 )

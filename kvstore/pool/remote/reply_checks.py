@@ -61,4 +61,5 @@ _KINDS: dict[type, type] = {
     messages.Inventory: messages.KeyPage,
     messages.Events: messages.EventPage,
     messages.Describe: messages.Described,
+    messages.Spaces: messages.SpacesPage,
 }

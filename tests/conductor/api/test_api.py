@@ -30,8 +30,8 @@ from tiffin.conductor.records import Rejection, Request, RequestEvent
 from tiffin.conductor.state.part_keys import part_keys
 from tiffin.conductor.web.auth import Grant, Right, Tokens, load_tokens
 from tiffin.conductor.web.hang_ups import GONE
-from tiffin.conductor.wire.block_keys import parse_schema
 from tiffin.conductor.wire.event_batch import EVENTS_MAX
+from tiffin.conductor.wire.schema_text import parse_schema
 from tiffin.kvstore import KVSchema
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import random
 import threading
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from kvsupport import fresh_prefix, wait_until
 from poolsupport import LARGE, Cluster
@@ -16,13 +17,21 @@ from tiffin.conductor.events import node_feed as nodes_feed
 from tiffin.conductor.events.index_updates import (
     NODE_TIERS,
     Added,
+    Announced,
     Cleared,
     Gone,
     Heard,
     HolderInventory,
     Removed,
 )
-from tiffin.conductor.events.node_cursor import BACKOFF_S, HEARD_S, LOST_S, POLL_S, NodeCursor
+from tiffin.conductor.events.node_cursor import (
+    BACKOFF_S,
+    HEARD_S,
+    LOST_S,
+    POLL_S,
+    SPACES_S,
+    NodeCursor,
+)
 from tiffin.conductor.events.node_feed import NodesFeed
 from tiffin.conductor.events.routed_blocks import Holdings
 from tiffin.conductor.events.update_inbox import InboxClosed, UpdateInbox
@@ -30,6 +39,7 @@ from tiffin.conductor.state.prefix_index import PrefixIndex
 from tiffin.kvstore import Client
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import ProtocolError
+from tiffin.kvstore.format.key_space import KeySpace
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.event_log import EventLog
 from tiffin.kvstore.pool.members import FixedMembers
@@ -78,6 +88,10 @@ def test_an_inventory_comes_first_and_then_what_happened_since() -> None:
         HolderInventory("n", "dram", [key(3)], False, True, 7)
     ]
     assert follower.synced
+    assert follower.request() == messages.Spaces(0, 0)
+    assert follower.answered(messages.SpacesPage(1, 5, [b"space"]), 0.5) == [
+        Announced("n", (b"space",))
+    ]
     assert follower.request() == messages.Events(0, after=7)
     assert follower.answered(events(8, 4, 5, -4, 6), 1.0) == [
         Added("n", "dram", [key(4), key(5)], 9),
@@ -87,6 +101,25 @@ def test_an_inventory_comes_first_and_then_what_happened_since() -> None:
     assert (follower.request(), follower.due_at) == (messages.Events(0, after=11), 1.0 + POLL_S)
     assert follower.answered(events(12), 1.1) == []
     assert follower.answered(events(12), 1.0 + HEARD_S) == [Heard("n", "dram", 11)]
+
+
+def test_key_spaces_are_asked_for_every_second_and_told_when_they_change() -> None:
+    follower = cursor()
+    follower.answered(page(7), 0.0)
+    told = messages.SpacesPage(1, 5, [b"space"])
+    assert follower.answered(told, 0.0) == [Announced("n", (b"space",))]
+    follower.answered(events(8), SPACES_S / 2)
+    assert follower.request() == messages.Events(0, after=7)
+    follower.answered(events(8), SPACES_S)
+    assert follower.request() == messages.Spaces(0, 5)
+    assert follower.answered(messages.SpacesPage(1, 5, []), SPACES_S) == []
+    follower.answered(events(8), 2 * SPACES_S)
+    assert follower.answered(messages.SpacesPage(1, 6, []), 2 * SPACES_S) == [Announced("n", ())]
+    with pytest.raises(ProtocolError, match="nobody asked"):
+        follower.answered(messages.SpacesPage(1, 7, []), 2 * SPACES_S)
+    follower.connected()  # perhaps to another life of the node
+    follower.answered(page(1), 3 * SPACES_S)
+    assert follower.request() == messages.Spaces(0, 0)
 
 
 def test_an_empty_node_has_an_empty_inventory() -> None:
@@ -225,6 +258,8 @@ def test_a_follower_ends_up_with_what_the_node_has(tiers: bytes, seed: int) -> N
 
     def answer(request: Any) -> Any:
         nonlocal snapshot
+        if isinstance(request, messages.Spaces):
+            return messages.SpacesPage(1, 0, [])
         if isinstance(request, messages.Events):
             return log.page(request)
         if request.after == 0:
@@ -274,12 +309,21 @@ class World:
         self.inbox = UpdateInbox()
         self.holdings = Holdings(PrefixIndex())
         self.feed = NodesFeed(members, credentials, self.inbox, threads=2, membership_s=0.05)
+        self.announced: dict[str, tuple[bytes, ...]] = {}
         self._now = itertools.count(1)
+
+    def hear(self) -> dict[str, tuple[bytes, ...]]:
+        """Take all updates; returns the announced key spaces."""
+        for update in self.inbox.take():
+            if isinstance(update, Announced):
+                self.announced[update.name] = update.spaces
+            else:
+                self.holdings.apply(update, float(next(self._now)))
+        return self.announced
 
     def held(self, prefix: Prefix, name: str, tier: str = "dram") -> int:
         index = self.holdings.index
-        for update in self.inbox.take():
-            self.holdings.apply(update, float(next(self._now)))
+        self.hear()
         number = index.find(name, tier)
         if number is None:
             return -1
@@ -335,6 +379,24 @@ def test_all_nodes_of_a_pool_are_followed_as_they_come_and_go(
     assert world.held(before, "one") == 2
     told = world.feed.statistics()["nodes"]["one"]
     assert (told["synced"], told["error"], told["resyncs"]) == (True, "", 1)
+
+
+def test_what_engines_announce_is_heard_while_they_are_connected(
+    cluster: Cluster, world: World
+) -> None:
+    one, space = cluster.start("one"), KeySpace(schema="s", models=("m",), engine="e")
+    with Client.attach(one.node) as client, cluster.open() as without_home:
+        client.announce(space)
+        client.announce(space)
+        wait_until(lambda: world.hear().get("one") == (space.encoded(),), "it is heard, once")
+        (shown,) = one.node.statistics()["key_spaces"]
+        assert (shown["engine"], shown["models"]) == ("e", ["m"])
+        again = msgspec.structs.replace(space, version="2")
+        client.announce(again)
+        without_home.announce(space)
+        both = tuple(sorted((again.encoded(), space.encoded())))
+        wait_until(lambda: world.hear()["one"] == both, "both are heard")
+    wait_until(lambda: world.hear()["one"] == (), "they have gone")
 
 
 def test_a_block_is_where_it_is_read_from(cluster: Cluster, world: World, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tiffin.conductor.pool.orders import Drop, Ended
 from tiffin.conductor.records import InstanceSpec, Role
 from tiffin.conductor.service.action_runner import Acting
 from tiffin.conductor.service.feeds import EVENTS_LABEL, REPLAY_LABEL, Feeding
+from tiffin.conductor.wire.announced_spaces import AnnouncedSpaces
 from tiffin.kvstore import KVSchema
 from tiffin.kvstore.errors import InvalidInput
 
@@ -192,7 +193,8 @@ class TestInstances:
 
         async def scenario() -> None:
             feeding = Feeding(lambda update: None, asyncio.get_running_loop())
-            feeding.follow_instance(self.spec(**{EVENTS_LABEL: endpoint}), SCHEMA)
+            spec = self.spec(**{EVENTS_LABEL: endpoint})
+            feeding.follow_instance(spec, SCHEMA, AnnouncedSpaces())
             assert feeding._engines is not None
             await until(lambda: feeding._engines is not None and "i1" in feeding._engines._engines)
             await feeding.close()

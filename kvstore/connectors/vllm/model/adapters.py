@@ -33,6 +33,14 @@ class Adapters:
         self._paths: dict[str, str] = {}  # where each name was last loaded from
         self._changed: set[_Adapter] = set()
 
+    def known(self) -> dict[str, str]:
+        """By name, the fingerprints of the adapters whose files are as they were."""
+        return {
+            adapter.name: fingerprint
+            for adapter, (_, fingerprint) in list(self._first.items())  # another thread asks
+            if adapter not in self._changed
+        }
+
     def fingerprint(self, lora_request: Any) -> str:
         """The fingerprint of an adapter's files, which are read at its first request.
 

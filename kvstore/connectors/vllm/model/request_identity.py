@@ -8,28 +8,38 @@ from collections import defaultdict
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
+from ....format.key_space import KeySpace, request_namespace
 from .adapters import Adapters
-from .weights_epoch import WeightsEpoch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from .weights_epoch import WeightsEpoch
+
 
 class Identity(NamedTuple):
-    """`namespace`: within the engine's own, of all blocks of the request. `extras`: of single
-    blocks (`Prefix`)."""
+    """`namespace`: of all blocks of the request. `extras`: of single blocks (`Prefix`)."""
 
     namespace: str
     extras: dict[int, bytes]
 
 
 class RequestIdentities:
-    """The identities of one engine's requests, whose weights are those of `epoch`."""
+    """The identities of one engine's requests: its keys are those of `space`, and its weights of
+    `epoch`."""
 
-    def __init__(self, block_tokens: int, epoch: WeightsEpoch | None = None) -> None:
+    def __init__(self, block_tokens: int, space: KeySpace, epoch: WeightsEpoch) -> None:
         self._block_tokens = block_tokens
-        self._epoch = epoch or WeightsEpoch()
+        self._space, self._epoch = space, epoch
         self._adapters = Adapters()
+
+    @property
+    def space(self) -> KeySpace:
+        """The key space as it is now: of the epoch, and with the adapters that were used."""
+        adapters = self._adapters.known()
+        return msgspec.structs.replace(self._space, version=self._epoch.name, adapters=adapters)
 
     def of(self, request: Any) -> Identity | None:
         """The identity of a request; None if nothing here decides its content, so that it can be
@@ -38,12 +48,11 @@ class RequestIdentities:
         """
         if request.prompt_embeds is not None:
             return None
-        adapter, salt, epoch = request.lora_request, request.cache_salt, self._epoch.name
-        namespace = ""
-        if adapter is not None or salt or epoch:
-            weights = "" if adapter is None else self._adapters.fingerprint(adapter)
-            content = [weights, salt or "", *([epoch] if epoch else [])]
-            namespace = _digest(content).hex()
+        adapter = request.lora_request
+        weights = "" if adapter is None else self._adapters.fingerprint(adapter)
+        namespace = request_namespace(
+            self._space.namespace, weights, request.cache_salt or "", self._epoch.name
+        )
         return Identity(namespace, _extras(request.mm_features or (), self._block_tokens))
 
     def holds(self, request: Any) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 URL = "embedded:?dram=1MiB&prefault=false"
 PROMPT = list(range(40))
-TEXT = Identity("", {})
+TEXT = Identity("tenant", {})
 PATIENT = Settings(url=URL, block_tokens=BLOCK, lookup_timeout_s=60.0, namespace="tenant")
 
 
@@ -117,7 +117,7 @@ def test_an_adapter_has_a_namespace_within_the_engines(
 ) -> None:
     store(link, 3, "tenant\0adapter")
     side = make()
-    side.add("r", PROMPT, Identity("adapter", {}))
+    side.add("r", PROMPT, Identity("tenant\0adapter", {}))
     assert answered(side) == 24
 
 

@@ -24,6 +24,7 @@ def test_the_url_is_enough() -> None:
 def test_all_settings_can_be_set() -> None:
     chosen: dict[str, Any] = {
         "url": URL,
+        "engine": "vllm-0",
         "namespace": "tenant",
         "secret_file": "/run/secret",
         "model_fingerprint": "llama-3",

@@ -9,12 +9,15 @@ import pytest
 from fakepool import BLOCK, SCHEMA
 
 from tiffin.kvstore.connectors.vllm.model.request_identity import RequestIdentities
+from tiffin.kvstore.connectors.vllm.model.weights_epoch import WeightsEpoch
 from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.format.key_space import KeySpace
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 PROMPT = list(range(5 * BLOCK))
+PLAIN = KeySpace(schema=SCHEMA.canonical_bytes().decode())
 
 
 def request(**changes: Any) -> Any:
@@ -39,15 +42,19 @@ def adapter(folder: Path, name: str, weights: bytes) -> Any:
     return SimpleNamespace(lora_name=name, lora_path=str(path))
 
 
+def identities_of(space: KeySpace = PLAIN) -> RequestIdentities:
+    return RequestIdentities(BLOCK, space, WeightsEpoch())
+
+
 def keys(one: Any) -> tuple[bytes, ...]:
     """The keys of the prompt's five blocks in this request."""
-    identity = RequestIdentities(BLOCK).of(one)
+    identity = identities_of().of(one)
     assert identity is not None
     return SCHEMA.prefix(PROMPT, identity.namespace, extras=identity.extras).keys
 
 
 def test_a_plain_request_has_no_identity_of_its_own() -> None:
-    assert RequestIdentities(BLOCK).of(request()) == ("", {})
+    assert identities_of().of(request()) == ("", {})
     assert keys(request()) == SCHEMA.prefix(PROMPT).keys
 
 
@@ -69,18 +76,18 @@ def test_adapters_and_salts_share_no_block(tmp_path: Path) -> None:
 
 def test_an_adapter_is_its_files_and_not_its_name(tmp_path: Path) -> None:
     one, copy = adapter(tmp_path, "one", b"1"), adapter(tmp_path, "copy", b"1")
-    identities = RequestIdentities(BLOCK)
+    identities = identities_of()
     assert identities.of(request(lora_request=one)) == identities.of(request(lora_request=copy))
 
 
 def test_an_adapter_without_files_is_refused() -> None:
     nowhere = SimpleNamespace(lora_name="nowhere", lora_path="/none")
     with pytest.raises(InvalidInput):
-        RequestIdentities(BLOCK).of(request(lora_request=nowhere))
+        identities_of().of(request(lora_request=nowhere))
 
 
 def test_a_request_is_what_it_was_until_its_adapter_changes(tmp_path: Path) -> None:
-    identities = RequestIdentities(BLOCK)
+    identities = identities_of()
     plain, adapted = request(), request(lora_request=adapter(tmp_path, "one", b"1"))
     for one in (plain, adapted):
         identities.of(one)
@@ -91,7 +98,7 @@ def test_a_request_is_what_it_was_until_its_adapter_changes(tmp_path: Path) -> N
 
 
 def test_embeddings_have_no_identity() -> None:
-    assert RequestIdentities(BLOCK).of(request(prompt_embeds=object())) is None
+    assert identities_of().of(request(prompt_embeds=object())) is None
 
 
 def test_text_before_an_image_is_shared_and_nothing_from_the_image_on() -> None:
@@ -104,13 +111,13 @@ def test_text_before_an_image_is_shared_and_nothing_from_the_image_on() -> None:
 
 def test_an_image_counts_in_every_block_that_has_a_part_of_it() -> None:
     long = [image("cat", BLOCK + 3, 2 * BLOCK)]
-    identity = RequestIdentities(BLOCK).of(request(mm_features=long))
+    identity = identities_of().of(request(mm_features=long))
     assert identity is not None
     assert sorted(identity.extras) == [1, 2, 3]
 
 
 def test_an_image_that_ends_with_a_block_is_not_in_the_next() -> None:
-    identity = RequestIdentities(BLOCK).of(request(mm_features=[image("cat", BLOCK, BLOCK)]))
+    identity = identities_of().of(request(mm_features=[image("cat", BLOCK, BLOCK)]))
     assert identity is not None
     assert sorted(identity.extras) == [1]
 

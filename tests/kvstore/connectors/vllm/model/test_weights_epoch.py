@@ -10,6 +10,7 @@ import pytest
 from tiffin.kvstore.connectors.vllm.model.request_identity import RequestIdentities
 from tiffin.kvstore.connectors.vllm.model.weights_epoch import WeightsEpoch
 from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.format.key_space import KeySpace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +20,7 @@ def namespace(epoch: WeightsEpoch) -> str:
     request = SimpleNamespace(
         prompt_embeds=None, lora_request=None, cache_salt=None, mm_features=None
     )
-    identity = RequestIdentities(16, epoch).of(request)
+    identity = RequestIdentities(16, KeySpace(schema=""), epoch).of(request)
     assert identity is not None
     return identity.namespace
 

@@ -1,0 +1,130 @@
+"""Which key space the prompts of a model have, of those that engines have announced."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from tiffin.conductor.state.part_keys import part_keys
+from tiffin.conductor.wire.announced_spaces import AnnouncedSpaces
+from tiffin.conductor.wire.block_keys import KeyedModels
+from tiffin.kvstore import KVSchema
+from tiffin.kvstore.format.key_space import KeySpace, secret_name
+from tiffin.kvstore.format.keys import Prefix
+
+ENGINES = KVSchema.gqa(
+    model="vllm:print", layers=2, kv_heads=1, head_dim=4, dtype="float32", block_tokens=8
+)
+LATER = KVSchema.gqa(
+    model="vllm:print of a new release", layers=2, kv_heads=1, head_dim=4, dtype="float32",
+    block_tokens=8,
+)  # fmt: skip
+TOKENS = np.arange(40, dtype=np.uint32)
+SPACE = KeySpace(schema=ENGINES.canonical_bytes().decode(), models=("served", "alias"))
+
+
+def space(**changes: object) -> bytes:
+    return msgspec.structs.replace(SPACE, **changes).encoded()
+
+
+def test_prompts_have_the_keys_that_the_engines_connector_makes() -> None:
+    models = KeyedModels()
+    tenant = space(namespace="acme", version="step 7", adapters={"sql": "weights"})
+    assert models.announced.announced("node-a", [tenant]) == {"served", "alias"}
+    for asked, namespace in (
+        ("", SPACE.namespace_of()),
+        ("lora:sql", "x"),
+        ("explicit", "explicit"),
+    ):
+        told = KeySpace.decoded(tenant)
+        if asked != "explicit":
+            namespace = told.namespace_of(asked.removeprefix("lora:"))
+        wanted = Prefix(ENGINES, TOKENS, namespace)
+        found = models.keys("served", TOKENS, asked)
+        assert found == (wanted.keys, part_keys(wanted))
+        assert found == models.keys("alias", TOKENS, asked)
+    assert models.keys("served", TOKENS, "lora:unknown") == ((), ())
+
+
+def test_a_space_goes_before_the_schema_of_a_registration_and_leaves_it() -> None:
+    models = KeyedModels()
+    own = KVSchema.gqa(
+        model="served", layers=2, kv_heads=1, head_dim=4, dtype="float32", block_tokens=8
+    )
+    models.learn("served", own, set)
+    registered = models.keys("served", TOKENS)
+    models.announced.announced("node-a", [space()])
+    assert models.schema("served") == ENGINES
+    assert models.keys("served", TOKENS) != registered
+    assert models.announced.announced("node-a", []) == {"served", "alias"}
+    assert models.schema("served") == own
+    assert models.keys("served", TOKENS) == registered
+
+
+def test_a_secret_is_said_and_gives_no_keys() -> None:
+    models = KeyedModels()
+    models.announced.announced("n", [space(secret=secret_name(b"0123456789abcdef"))])
+    assert models.keys("served", TOKENS) == ((), ())
+    assert models.announced.notes() == [
+        f"the keys of {name} have a secret: send block_keys" for name in ("alias", "served")
+    ]
+
+
+def test_most_engines_decide_and_the_others_are_named() -> None:
+    spaces = AnnouncedSpaces()
+    new = space(schema=LATER.canonical_bytes().decode(), models=("served",))
+    old = space(models=("served",))
+    spaces.announced("a", [old, old])
+    assert spaces.announced("b", [new]) == set()
+    assert spaces.notes() == [
+        "the engines of served have 2 key spaces, by schema: only blocks of the most common one "
+        "are found in the pool"
+    ]
+    assert spaces.announced("c", [new, new]) == {"served"}
+    keyed = spaces.of("served")
+    assert keyed is not None
+    assert keyed.schema == LATER
+    assert spaces.announced("c", []) == {"served"}  # it is lost
+
+
+def test_what_engines_of_one_space_say_of_adapters_is_put_together() -> None:
+    spaces = AnnouncedSpaces()
+    spaces.announced("a", [space(adapters={"sql": "1", "code": "1"})])
+    spaces.announced("b", [space(adapters={"chat": "1", "code": "2"})])
+    named = {name: spaces.namespace_of("served", f"lora:{name}") for name in ("sql", "chat")}
+    assert None not in named.values()
+    assert len(set(named.values())) == 1  # by their weights
+    assert spaces.namespace_of("served", "lora:code") is None  # which of the two?
+    assert spaces.namespace_of("of nobody", "lora:code") == "lora:code"
+
+
+def test_what_can_not_be_read_is_named_and_harms_nobody() -> None:
+    spaces = AnnouncedSpaces()
+    assert spaces.announced("a", [b"\xff", space(schema="[]"), space()]) == {"served", "alias"}
+    (note,) = spaces.notes()
+    assert note.startswith("key spaces at a: ")
+    spaces.announced("a", [space()])
+    assert spaces.notes() == []
+
+
+@pytest.mark.parametrize(
+    ("announced", "found"),
+    [
+        ({"a": [space(engine="e")], "b": [space(engine="other")]}, "a"),
+        ({"a": [space(engine="e")], "b": [space(engine="e")]}, None),
+        ({"a": [space()], "b": []}, "a"),
+        ({"a": [space(), space()], "b": []}, "a"),
+        ({"a": [space()], "b": [space()]}, None),
+        ({"a": [space(models=("another",))], "b": []}, None),
+        ({"elsewhere": [space()]}, None),
+    ],
+)
+def test_an_engine_is_at_the_node_where_it_announced(
+    announced: dict[str, list[bytes]], found: str | None
+) -> None:
+    spaces = AnnouncedSpaces()
+    for node, said in announced.items():
+        spaces.announced(node, said)
+    home = spaces.node_of("served", "e", ["a", "b"])
+    assert (home and home[0]) == found
