@@ -112,6 +112,7 @@ test-engines: engines venv
 		tests/conductor/gateway/test_audio_vllm.py \
 		tests/conductor/gateway/test_adapters_vllm.py \
 		tests/conductor/gateway/test_bench_serve_vllm.py \
+		tests/conductor/gateway/test_key_spaces_vllm.py \
 		tests/conductor/discovery/test_profile_vllm.py tests/bench/test_demo_vllm.py
 
 test-campaign: venv
