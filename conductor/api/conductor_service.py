@@ -254,8 +254,8 @@ class Service:
         """The engines at a node have announced these key spaces, and no others."""
         for model in self.models.announced.announced(node, spaces):
             keyed = self.models.announced.of(model)
-            said = "no engine announces a key space any more" if keyed is None else keyed.space
-            log.info("the keys of %s: %s", model, said)
+            how = "as its instances say" if keyed is None else "by the key space of its engines"
+            log.info("prompts of %s are keyed %s", model, how)
             for spec in self.core.cluster.specs:
                 if spec is not None and spec.model == model:
                     self._follow(spec)

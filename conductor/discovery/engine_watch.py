@@ -248,9 +248,19 @@ class EngineWatch:
 
     def _drains_as(self, spec: InstanceSpec) -> bool:
         """Whether the instance is drained, and about to be registered with nothing but other
-        labels, such as adapters that were loaded: a registration would end the drain."""
+        labels, such as adapters that were loaded, or at another node: a registration would end the
+        drain."""
         before = self._service.spec(spec.id)
-        if before is None or before == spec or replace(before, labels=spec.labels) != spec:
+        if before is None or before == spec:
+            return False
+        moved = replace(
+            before,
+            labels=spec.labels,
+            node=spec.node,
+            fetches=spec.fetches,
+            block_bytes=spec.block_bytes,
+        )
+        if moved != spec:
             return False
         cluster = self._service.core.cluster
         return bool(cluster.draining[cluster.row(spec.id)])

@@ -92,7 +92,7 @@ class Feeding:
                 "model: events tell token ids, and keys follow from them by the schema"
             )
         keyed = spaces.of(spec.model)
-        kind = () if keyed is None else keyed.kind
+        kind = () if keyed is None else keyed.space.kind.values()
         wanted = (endpoint, replay, topic, schema.fingerprint.hex(), *kind)
         if self._followed.get(spec.id) == wanted:
             return

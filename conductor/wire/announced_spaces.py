@@ -32,11 +32,6 @@ class Keyed(NamedTuple):
     space: KeySpace
     schema: KVSchema
 
-    @property
-    def kind(self) -> tuple[str, ...]:
-        """What decides the keys of requests without an adapter."""
-        return _kind(self.space)
-
 
 class AnnouncedSpaces:
     """Not thread-safe."""
@@ -108,11 +103,8 @@ class AnnouncedSpaces:
             if self._chosen[model].space.secret:
                 notes.append(f"the keys of {model} have a secret: send block_keys")
             if len(kinds) > 1:
-                differ = [
-                    name
-                    for at, name in enumerate(_KIND)
-                    if len({_kind(space)[at] for _, space in kinds}) > 1
-                ]
+                told = [space.kind for _, space in kinds]
+                differ = [name for name in told[0] if len({one[name] for one in told}) > 1]
                 notes.append(
                     f"the engines of {model} have {len(kinds)} key spaces, by {', '.join(differ)}: "
                     "only blocks of the most common one are found in the pool"
@@ -125,7 +117,7 @@ class AnnouncedSpaces:
         counts: dict[str, Counter[tuple[str, ...]]] = {}
         merged: dict[tuple[str, ...], KeySpace] = {}
         for space in (one for node in sorted(self._by_node) for one in self._by_node[node]):
-            kind = _kind(space)
+            kind = tuple(space.kind.values())
             merged[kind] = _merged(merged.get(kind, space), space)
             for model in space.models:
                 counts.setdefault(model, Counter())[kind] += 1
@@ -144,14 +136,6 @@ class AnnouncedSpaces:
         self._schemas = {text: one for text, one in self._schemas.items() if text in used}
         names = before.keys() | chosen.keys()
         return {name for name in names if before.get(name) != chosen.get(name)}
-
-
-# What decides the keys of requests without an adapter.
-_KIND = ("schema", "namespace", "version", "secret")
-
-
-def _kind(space: KeySpace) -> tuple[str, ...]:
-    return space.schema, space.namespace, space.version, space.secret
 
 
 def _merged(one: KeySpace, other: KeySpace) -> KeySpace:

@@ -64,14 +64,10 @@ class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidInput(f"no engine has announced the adapter {adapter!r}")
         return request_namespace(self.namespace, weights, salt, self.version)
 
-    def same_keys(self, other: KeySpace) -> bool:
-        """Whether the keys of requests without an adapter are the same, and no adapter has other
-        weights."""
-        shared = self.adapters.keys() & other.adapters.keys()
-        return (
-            (self.schema, self.namespace, self.version, self.secret)
-            == (other.schema, other.namespace, other.version, other.secret)
-        ) and all(self.adapters[name] == other.adapters[name] for name in shared)
+    @property
+    def kind(self) -> dict[str, str]:
+        """What decides the keys of requests without an adapter."""
+        return {name: getattr(self, name) for name in ("schema", "namespace", "version", "secret")}
 
     def encoded(self) -> bytes:
         """As it travels: msgpack. Raises InvalidInput if it is longer than SPACE_BYTES_MAX."""

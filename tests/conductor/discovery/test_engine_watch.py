@@ -27,6 +27,8 @@ from tiffin.conductor.errors import ConductorUnavailable, HostNotAllowed, Invali
 from tiffin.conductor.records import InstanceSpec, Load, Rejection, Request, Role
 from tiffin.conductor.replicas.replica import News
 from tiffin.conductor.wire.engine_models import EngineOptions
+from tiffin.kvstore import KVSchema
+from tiffin.kvstore.format.key_space import KeySpace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -107,6 +109,38 @@ def test_adapters_that_come_and_go(engine: FakeEngine) -> None:
             serve()
             await until(lambda: told() is None)
             row = service.core.cluster.row(engine.where)
+            assert service.core.cluster.draining[row]
+
+    asyncio.run(check())
+
+
+def test_what_an_engine_has_announced_is_found_out(engine: FakeEngine) -> None:
+    """At a node, whose name follows from the engine's; a drain goes on meanwhile."""
+    schema = KVSchema.gqa(
+        model="vllm:print", layers=1, kv_heads=1, head_dim=4, dtype="float32", block_tokens=512
+    )
+    space = KeySpace(
+        schema=schema.canonical_bytes().decode(), models=("tiny",), engine=engine.where
+    )
+
+    async def check() -> None:
+        async with watched(source(url=engine.url), models_s=0.2) as (service, _):
+
+            def found() -> tuple[str, bool, int] | None:
+                spec = service.spec(engine.where)
+                return None if spec is None else (spec.node, spec.fetches, spec.block_bytes)
+
+            await until(lambda: found() == ("", False, 0))
+            own = service.models.schema("tiny")
+            service.core.drain(engine.where, service.clock())
+            service.announced("node-a", [space.encoded()])
+            assert service.models.schema("tiny") == schema
+            await until(lambda: found() == ("node-a", True, schema.block_bytes))
+            row = service.core.cluster.row(engine.where)
+            assert service.core.cluster.draining[row]
+            service.announced("node-a", [])
+            assert service.models.schema("tiny") == own
+            await until(lambda: found() == ("", False, 0))
             assert service.core.cluster.draining[row]
 
     asyncio.run(check())
