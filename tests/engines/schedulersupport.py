@@ -384,7 +384,7 @@ class Engine:
     def prefix(self, tokens: Sequence[int], namespace: str = "") -> Prefix:
         """The blocks of these tokens, as this engine names them before any reset, or those of a
         request with this namespace."""
-        name = self.options.namespace + (f"\0{namespace}" if namespace else "")
+        name = namespace or self.options.namespace
         return self._connector._schema.prefix(list(tokens), namespace=name)
 
     def _note(self, scheduled: Any) -> None:
