@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiffin.conductor.events.index_updates import Announced
 from tiffin.conductor.events.node_cursor import NodeCursor
 from tiffin.conductor.events.routed_blocks import Holdings
 from tiffin.conductor.state.prefix_index import PrefixIndex
@@ -120,6 +121,7 @@ def _apply(sizes: Sizes) -> float:
     start_s = time.perf_counter()
     for number, raw in enumerate(batch):
         for update in cursors[number % sizes.workers].answered(decode(raw), 0.0):
+            assert not isinstance(update, Announced)  # events were answered
             holdings.apply(update, 0.0)
     return time.perf_counter() - start_s
 
