@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..errors import InvalidInput
 from ..format.key_space import KeySpace
 from .core import messages
@@ -63,15 +65,6 @@ class Announcements:
 
 
 def _shown(space: KeySpace) -> dict[str, Any]:
-    return {
-        "engine": space.engine,
-        "models": list(space.models),
-        "namespace": space.namespace,
-        "version": space.version,
-        "adapters": sorted(space.adapters),
-        "secret": space.secret,
-        "page_tokens": space.page_tokens,
-        "ranks": space.ranks,
-        "loads": space.loads,
-        "saves": space.saves,
-    }
+    shown = msgspec.structs.asdict(space)
+    del shown["schema"]
+    return {**shown, "models": list(space.models), "adapters": sorted(space.adapters)}
