@@ -104,7 +104,7 @@ class Copier:
         if not reserved.lease:
             return 0
         try:
-            skip = [] or self._removed_meanwhile(part, reserved)
+            skip = self._removed_meanwhile(part, reserved)
             skip += self._move(part, leased, reserved)
             commit = messages.Commit(0, reserved.lease, skip)
             answer, _ = self._home.call(commit, part.left_s())

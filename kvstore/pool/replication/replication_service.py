@@ -50,6 +50,9 @@ RETURN_S = 0.1
 # WATCH_S.
 WATCHED_MAX = 65_536
 ORDER_TIMEOUT_S = 60.0
+# What a drained node offers and nobody takes it offers again after these pauses: a node that has
+# just started, or a machine that is busy, did not answer in time.
+OFFER_AGAIN_S = (0.5, 1.0, 2.0)
 
 
 @dataclass(slots=True)
@@ -176,36 +179,43 @@ class Caretaker:
 
     def _empty(self, deadline: float) -> int:
         """Evacuate every block; how many of them other nodes have then. A draining node gets new
-        blocks only from writers that had reserved before: the loop goes on until there are none."""
-        done = 0
-        self._driver.nodes_now()  # a node that has just come is one to copy to
-        seen: set[bytes] = set()
-        while fresh := [key for key in resident_keys(self._node) if key not in seen]:
-            seen.update(fresh)
-            chains = chains_of(members_of(self._node, fresh))
-            done += self._hand_over(chains, deadline, spare=True)
+        blocks only from writers that had reserved before: the loop goes on until there are none.
+        What no node took, for lack of room or of an answer, is offered again a few times."""
+        elsewhere: set[bytes] = set()
+        pauses = iter(OFFER_AGAIN_S)
+        while rest := [key for key in resident_keys(self._node) if key not in elsewhere]:
+            self._driver.nodes_now()  # a node that has just come is one to copy to
+            handed = self._hand_over(chains_of(members_of(self._node, rest)), deadline, spare=True)
+            elsewhere.update(handed)
             if not self._node.draining or self._over(deadline):
                 break
-        return done
+            if not handed:
+                pause_s = next(pauses, None)
+                if pause_s is None or self._closing.wait(min(pause_s, until_s(deadline))):
+                    break
+        return len(elsewhere)
 
     def _over(self, deadline: float) -> bool:
         return time.monotonic() >= deadline or self._closing.is_set()
 
-    def _hand_over(self, chains: Sequence[EvacuationChain], deadline: float, *, spare: bool) -> int:
-        """Have other nodes copy these chains; how many blocks they have then. With `spare`, a chain
+    def _hand_over(
+        self, chains: Sequence[EvacuationChain], deadline: float, *, spare: bool
+    ) -> list[bytes]:
+        """Have other nodes copy these chains; the blocks that they have then. With `spare`, a chain
         whose blocks all have another holder is not copied, but counts."""
-        done = 0
+        handed: list[bytes] = []
         me = self._number()
         for chain in chains:
             if self._over(deadline):
                 break
-            holders = self._directory.locate(split_keys(chain.keys))
+            names = split_keys(chain.keys)
+            holders = self._directory.locate(names)
             if spare and all(set(numbers) - {me} for numbers in holders):
-                done += len(chain)
+                handed += names
                 continue
             without = {me, *(n for numbers in holders[:1] for n in numbers if not spare)}
-            done += self._order(chain, without, deadline)
-        return done
+            handed += names[: self._order(chain, without, deadline)]
+        return handed
 
     def _order(self, chain: EvacuationChain, without: set[int], deadline: float) -> int:
         """Ask candidate nodes, the best first, to copy a chain from here: the next candidate gets
@@ -220,7 +230,7 @@ class Caretaker:
             try:
                 done += int(self._driver.ask(target, pull, left_s).count)
             except TiffinError as error:
-                log.info("node %d did not copy: %s", target, error)
+                log.warning("node %s did not copy: %s", nodes[target].name, error)
             if done == len(chain):
                 break
         return done

@@ -245,7 +245,29 @@ class TestEvacuating:
             assert all(8 <= evacuation.result(30) <= 16 for evacuation in both)
         assert len(one.node.core.index) == len(two.node.core.index) == 16
 
-    def test_nobody_to_hand_over_to(self, cluster: Cluster) -> None:
+    def test_what_nobody_took_is_offered_again(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        leaving, other = cluster.start("leaving"), cluster.start("other")
+        prefix = leaving.put(prompt(3))
+        cluster.settle()
+        copy, tried = node_copy.Copier.copy, []
+
+        def busy_at_first(*arguments: Any) -> int:
+            tried.append(1)
+            if len(tried) <= 2:
+                raise NodeUnavailable("too busy to answer")
+            return copy(*arguments)
+
+        monkeypatch.setattr(node_copy.Copier, "copy", busy_at_first)
+        monkeypatch.setattr(replication_service, "OFFER_AGAIN_S", (0.0, 0.0))
+        assert cluster.open().evacuate(leaving.number, timeout_s=60) == 3
+        assert other.has(prefix) == [True] * 3
+
+    def test_nobody_to_hand_over_to(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(replication_service, "OFFER_AGAIN_S", (0.0,))
         one = cluster.start("one")
         one.put(prompt(2))
         assert cluster.open().evacuate(one.number) == 0
