@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """SIGTERM, and a SIGINT that the shell has made ignored, are a Ctrl-C; the first one begins an
-    orderly stop, which only another Ctrl-C cuts short."""
+    orderly stop, which only another Ctrl-C cuts short. One whose exception somebody's code has
+    swallowed is raised at the end."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    interrupted = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
@@ -25,6 +29,8 @@ def interruptible() -> Iterator[None]:
         signal.signal(number, interrupt)
     try:
         yield
+        if interrupted:
+            raise KeyboardInterrupt
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
