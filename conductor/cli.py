@@ -318,8 +318,9 @@ def _became(entry: EntryReply) -> str:
     seen = entry.became
     if seen is None:
         return ""
+    found = "" if seen.found_tokens is None else f"; {seen.found_tokens} cached tokens were found"
     times = f"TTFT {_seconds(seen.observed_ttft_s)}, TBT {_seconds(seen.observed_tbt_s)}"
-    return f"{seen.end or 'in flight'}: observed {times}, {seen.output_tokens} tokens"
+    return f"{seen.end or 'in flight'}: observed {times}, {seen.output_tokens} tokens{found}"
 
 
 def _left_out(entry: EntryReply) -> str:

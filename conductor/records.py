@@ -142,7 +142,8 @@ class RequestEvent(msgspec.Struct, frozen=True, gc=False):
     instances gives that. `tokens` of a "tokens" event: how many more tokens were generated; or
     `total_tokens`, also of an end: how many in all, the first one included, which may be told
     twice. `tokens` of "prefill_began": how many of the prompt are computed, as the others are
-    cached (0: not known).
+    cached (0: not known). `found_tokens` of "prefill_done" and "finished": how many of the prompt
+    the engine had, or loaded, as it says itself.
     `route` of a hedged request: the ids of the prefill and the decode instance that the event is
     about; without it, those of its decision. For clients of the service: `tenant` is the tenant of
     the request, `conductor` the URL in its decision of the conductor that decided. `age_s`: how
@@ -159,6 +160,7 @@ class RequestEvent(msgspec.Struct, frozen=True, gc=False):
     conductor: str = ""
     total_tokens: int | None = None
     age_s: float = 0.0
+    found_tokens: int | None = None
 
 
 EVENT_KINDS = (
@@ -173,6 +175,7 @@ EVENT_KINDS = (
     "cancelled",
 )
 # Those that may name the route of a hedged request.
+FOUND_EVENT_KINDS = ("prefill_done", "finished")
 ROUTED_EVENT_KINDS = ("prefill_began", "prefill_done", "handed_over", "first_token")
 
 

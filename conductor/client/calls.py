@@ -226,6 +226,8 @@ def _about(event: RequestEvent) -> dict[str, Any]:
         body["total_tokens"] = event.total_tokens
     elif event.kind == "tokens" or event.tokens:
         body["tokens"] = event.tokens
+    if event.found_tokens is not None:
+        body["found_tokens"] = event.found_tokens
     if event.route is not None:
         body["route"] = {"prefill": event.route[0], "decode": event.route[1]}
     return body

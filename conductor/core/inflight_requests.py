@@ -100,6 +100,7 @@ class InflightRequest:
     first_token_at: float | None = None
     last_token_at: float | None = None
     answered_tokens: int = 0
+    found_tokens: int | None = None  # of the prompt, by its engine, as that says
     gaps: Gaps = field(default_factory=Gaps)
     context: dict[int, int] = field(default_factory=dict)  # tokens counted in the columns, by row
 

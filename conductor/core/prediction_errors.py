@@ -1,4 +1,4 @@
-"""Predicted and observed TTFT and TBT of requests, side by side. Pure: takes `now`."""
+"""Predicted and observed TTFT, TBT and cached tokens of requests. Pure: takes `now`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class _Watched:
     ttft_s: float
     tbt_s: float
     route: tuple[str, str]
+    cached_tokens: int | None  # None once the engine's own number was compared with it
     last_token_at: float | None = None
 
 
@@ -55,12 +56,21 @@ class Timings:
             del self._watched[next(iter(self._watched))]  # the oldest
         self._watched[decision.request_id] = _Watched(
             decision.decided_at, now, decision.predicted_ttft_s, decision.predicted_tbt_s,
-            (decision.prefill, decision.decode),
+            (decision.prefill, decision.decode), decision.cached_tokens,
         )  # fmt: skip
 
     def forget(self, request_id: str) -> None:
         """Stop timing a request that was given up."""
         self._watched.pop(request_id, None)
+
+    def expected_tokens(self, event: RequestEvent) -> int | None:
+        """How many cached tokens the decision counted on, of a request whose engine tells what it
+        found; None where another route tells, or it was told before."""
+        watched = self._watched.get(event.request_id)
+        if watched is None or event.route not in (None, watched.route):
+            return None
+        expected, watched.cached_tokens = watched.cached_tokens, None
+        return expected
 
     def observe(self, event: RequestEvent, now: float) -> ObservedTimes | None:
         """The observed time that an event gives for a prediction, or None.

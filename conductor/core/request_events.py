@@ -36,6 +36,8 @@ class RequestEvents:
             raise UnknownRequest(f"no request {event.request_id!r} is in flight")
         core.ledger.prolong(flight, now + core.settings.core.decision_ttl_s)
         at = now - event.age_s  # when it happened
+        if event.found_tokens is not None and event.route in (None, chosen_route(flight.decision)):
+            flight.found_tokens = event.found_tokens
         if event.kind == "prefill_began":
             core.ledger.prefill_began(flight, event.route, at)
         if event.kind in ("alive", "fetched", "prefill_began", "handed_over"):

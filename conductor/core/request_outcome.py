@@ -20,12 +20,14 @@ _NOTICED_TBT_S = 0.01
 class RequestOutcome:
     """What was observed of a request. `end`: "finished", "cancelled", or why it lost its place
     ("expired", "preempted", "rescheduled", "rejected"); "" while it is in flight. `ttft_s` and the
-    mean `tbt_s` are None until there is a first, and a second token."""
+    mean `tbt_s` are None until there is a first, and a second token. `found_tokens` of the prompt:
+    what the engine had or loaded, if that was told."""
 
     end: str
     ttft_s: float | None
     tbt_s: float | None
     output_tokens: int
+    found_tokens: int | None = None
     ended_at: float | None = None
 
 
@@ -36,7 +38,7 @@ def outcome_of(flight: InflightRequest, end: str = "", now: float | None = None)
     tbt_s = None
     if first is not None and last is not None and tokens > 1:
         tbt_s = max(0.0, last - first) / (tokens - 1)
-    return RequestOutcome(end, ttft_s, tbt_s, tokens, now)
+    return RequestOutcome(end, ttft_s, tbt_s, tokens, flight.found_tokens, now)
 
 
 def notable(flight: InflightRequest, outcome: RequestOutcome) -> str:

@@ -214,6 +214,10 @@ class GatewayConfig(_Group, frozen=True, kw_only=True):
     """Which streams go on at another instance when their own breaks off: those whose answer can't
     differ but by the order of an engine's sums, or sampled ones, too."""
 
+    asks_usage: bool = True
+    """Whether engines are asked for the usage of each stream (`stream_options`), so that the
+    conductor hears how much of a prompt was cached. Clients that did not ask do not see it."""
+
     keepalive_s: Annotated[float, Meta(ge=0, le=86_400)] = 15.0
     """A stream without a token for so long begins, with a comment every so often: proxies end
     connections that say nothing, many after 60 s. 0: never."""

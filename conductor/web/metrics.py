@@ -65,6 +65,15 @@ class ConductorMetrics:
             "cached_tokens_available", "Of them, what some holder had when it was decided."
         )
         self._used = self._counter("cached_tokens_used", "Of those, what the decision uses.")
+        self._expected = self._counter(
+            "cached_tokens_expected", "Of those, of requests whose engine told what it found."
+        )
+        self._found = self._counter(
+            "cached_tokens_found", "Of the same requests, what the engine had or loaded."
+        )
+        self._astray = self._counter(
+            "cached_tokens_astray", "The sum of the differences of each request's two numbers."
+        )
         self._events: Counts[str] = Counts()  # by kind
         self._tallies: list[Tally] = []
         self._decision_s = self._tally(
@@ -119,12 +128,22 @@ class ConductorMetrics:
     def observed(self, event: RequestEvent, now: float) -> None:
         """Count an event of an in-flight request, and observe its TTFT or TBT."""
         self._events[event.kind] += 1
+        if event.found_tokens is not None:
+            self._compare(event, event.found_tokens)
         observed = self.timings.observe(event, now)
         if observed is None:
             return
         self._observed[observed.kind].observe(observed.observed_s)
         if observed.predicted_s > 0:
             self._ratio[observed.kind].observe(observed.observed_s / observed.predicted_s)
+
+    def _compare(self, event: RequestEvent, found_tokens: int) -> None:
+        """Count what an engine found beside what the decision counted on."""
+        expected = self.timings.expected_tokens(event)
+        if expected is not None:
+            self._expected.inc(expected)
+            self._found.inc(found_tokens)
+            self._astray.inc(abs(found_tokens - expected))
 
     def answered(self, route: str, status: int, took_s: float) -> None:
         """Count an HTTP answer. `route` is the route's pattern, not the path of the request."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidRequest
 from ..records import (
+    FOUND_EVENT_KINDS,
     ROUTED_EVENT_KINDS,
     Decision,
     InstanceSpec,
@@ -119,14 +120,18 @@ def to_event(name: str, kind: str, body: EventBody | EventItem) -> RequestEvent:
         raise InvalidRequest(f"total_tokens goes with {', '.join(TOTAL_KINDS)}, not with {kind!r}")
     if body.tokens and total is not None:
         raise InvalidRequest("send tokens, how many more, or total_tokens, not both")
-    age_s = body.age_s
+    if body.found_tokens is not None and kind not in FOUND_EVENT_KINDS:
+        raise InvalidRequest(
+            f"found_tokens goes with {', '.join(FOUND_EVENT_KINDS)}, not with {kind!r}"
+        )
+    about: dict[str, Any] = {"age_s": body.age_s, "found_tokens": body.found_tokens}
     if body.route is None:
-        return RequestEvent(name, kind, body.tokens, total_tokens=total, age_s=age_s)
+        return RequestEvent(name, kind, body.tokens, total_tokens=total, **about)
     if kind not in ROUTED_EVENT_KINDS:
         raise InvalidRequest(f"route goes with {', '.join(ROUTED_EVENT_KINDS)}, not with {kind!r}")
     names = (check_id(name, "an instance's id") for name in (body.route.prefill, body.route.decode))
     route = (next(names), next(names))
-    return RequestEvent(name, kind, body.tokens, route=route, age_s=age_s)
+    return RequestEvent(name, kind, body.tokens, route=route, **about)
 
 
 def to_spec(instance: str, body: InstanceBody) -> InstanceSpec:
@@ -288,6 +293,7 @@ def became_reply(became: RequestOutcome, unix_s: Callable[[float], float]) -> Be
         observed_ttft_s=became.ttft_s,
         observed_tbt_s=became.tbt_s,
         output_tokens=became.output_tokens,
+        found_tokens=became.found_tokens,
         ended_at=None if became.ended_at is None else unix_s(became.ended_at),
     )
 

@@ -215,6 +215,14 @@ class EventBody(Body, frozen=True, kw_only=True):
             "answered in all. Such an event may be sent twice, and of several the last one counts."
         ),
     ] = None
+    found_tokens: Annotated[
+        Tokens | None,
+        Meta(
+            description='Of "prefill_done" and "finished": how many tokens of the prompt the '
+            "engine had or loaded, as it says itself (`usage`). `why` and the metrics show them "
+            "beside those that the decision counted on."
+        ),
+    ] = None
     age_s: EventAge = 0.0
     route: Annotated[
         RouteBody | None,
@@ -525,6 +533,9 @@ class BecameReply(Reply, frozen=True, kw_only=True):
     observed_ttft_s: float | None = None
     observed_tbt_s: Annotated[float | None, Meta(description="The mean of the answer.")] = None
     output_tokens: int = 0
+    found_tokens: Annotated[
+        int | None, Meta(description="Of the prompt: what the engine says it had or loaded.")
+    ] = None
     ended_at: float | None = None
 
 

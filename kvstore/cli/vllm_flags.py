@@ -73,10 +73,10 @@ def vllm_flags(
         ),
     ] = "",
     instance: Annotated[
-        str, typer.Option(help="The instance's name: the topic of its events.", metavar="NAME")
+        str, typer.Option(help="The instance's name, also the topic of its events.", metavar="NAME")
     ] = "",
     gateway: Annotated[
-        bool, typer.Option("--gateway", help="Also what `tiffin gateway` needs, as comments.")
+        bool, typer.Option("--gateway", help="Also what `tiffin gateway` needs.")
     ] = False,
     check: Annotated[bool, typer.Option(help="Ask the pool whether it answers.")] = True,
     as_json: Annotated[
@@ -107,6 +107,7 @@ def vllm_flags(
         "secret_file": str(secret_file.absolute()) if secret_file else "",
         "verify": "" if verify == "always" else verify,
         "loading": "" if loading == "auto" else loading,
+        "engine": instance,
     }
     printed: dict[str, Any] = {"kv_transfer_config": _transfer(url, role, given)}
     if events or instance:
@@ -114,6 +115,7 @@ def vllm_flags(
     if page_tokens is not None:
         printed["block_size"] = _checked_pages(page_tokens)
     if gateway:
+        printed["enable_prompt_tokens_details"] = True
         printed["gateway"] = {str(model) if model else "": {"keys": "conductor", "handoff": "pool"}}
     block_bytes = _check_model(model) if model else None
     if check:
@@ -195,6 +197,8 @@ def _as_shell(printed: Mapping[str, Any]) -> str:
         for name in ("kv_transfer_config", "kv_events_config", "block_size")
         if name in printed
     ]
+    if "enable_prompt_tokens_details" in printed:
+        flags.append("--enable-prompt-tokens-details")
     lines = [" \\\n".join(flags)]
     if "labels" in printed:
         lines.append(f"# labels of the instance at the conductor: {json.dumps(printed['labels'])}")

@@ -88,7 +88,7 @@ class Engine:
     on, and for `compute` before a prefill. It dies before number `die_at`; with -1 before an
     answer's first byte, and is the only one of its `rivals` that does. `odd` is a false answer
     that it gives instead, with its content type, and `encoding` that of its content. `stored`: what
-    it tells of a prefill's blocks in the pool."""
+    it tells of a prefill's blocks in the pool, `cached` of the prompt's tokens that it had."""
 
     name: str
     role: Role = Role.MIXED
@@ -107,6 +107,7 @@ class Engine:
     sent: bytes = b""
     stored: dict[str, int] = field(default_factory=lambda: {"blocks": 1})
     rivals: Sequence[Engine] = ()
+    cached: int | None = None
 
     def __post_init__(self) -> None:
         self.compute.set()
@@ -180,7 +181,7 @@ class Engine:
         whole = {
             "id": "cmpl-1",
             "choices": [{"index": 0, "text": "".join(self.answer), "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 4, "completion_tokens": len(self.answer)},
+            "usage": self.usage,
             "kv_transfer_params": told,
         }
         await JSONResponse(whole)(scope, receive, send)
@@ -188,18 +189,27 @@ class Engine:
     async def _stream(self, body: dict[str, Any], send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for number, event in enumerate(self.events("messages" in body)):
+        usage = (body.get("stream_options") or {}).get("include_usage", False)
+        for number, event in enumerate(self.events("messages" in body, usage=usage)):
             if number == self.die_at:
                 self._die()
             if self.hold_at is not None and number >= self.hold_at:
                 await self.go.wait()
-            self.sent += event
+            self.sent += b"" if b'"usage"' in event else event
             middle = len(event) // 2  # chunks do not end where events do
             for part in (event[:middle], event[middle:]):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def events(self, chat: bool) -> list[bytes]:
+    @property
+    def usage(self) -> dict[str, Any]:
+        """What it counts; as vLLM, it says nothing of cached tokens unless it is told to."""
+        counts: dict[str, Any] = {"prompt_tokens": 4, "completion_tokens": len(self.answer)}
+        if self.cached is not None:
+            counts["prompt_tokens_details"] = {"cached_tokens": self.cached}
+        return counts
+
+    def events(self, chat: bool, *, usage: bool = False) -> list[bytes]:
         """The events of a streamed answer."""
         found = []
         for token in self.answer:
@@ -207,6 +217,8 @@ class Engine:
             found.append({"choices": [{"index": 0, **new, "finish_reason": None}]})
         last = {"delta": {}} if chat else {"text": ""}
         found.append({"choices": [{"index": 0, **last, "finish_reason": "stop"}]})
+        if usage:
+            found.append({"choices": [], "usage": self.usage})
         return [f"data: {json.dumps(e)}\n\n".encode() for e in found] + [b"data: [DONE]\n\n"]
 
     async def _gone(self, receive: Any) -> None:

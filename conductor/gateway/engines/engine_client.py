@@ -29,7 +29,7 @@ from ...client.http_session import (
 )
 from ...errors import InvalidRequest
 from ..openai import engine_bodies
-from ..openai.token_counter import Counter, TooLong, answered_tokens
+from ..openai.token_counter import NO_USAGE, Counter, TooLong, Usage, usage_in
 from .inflated import KNOWN, Inflated, plain
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Whole:
     status: int
     headers: dict[str, str]
     body: bytes
-    tokens: int = 0
+    usage: Usage = NO_USAGE
 
     @property
     def good(self) -> bool:
@@ -150,9 +150,11 @@ class AnswerStream:
         response: HttpAnswer | Inflated,
         idle_s: float,
         headers: dict[str, str],
+        *,
+        hides_usage: bool = False,
     ) -> None:
         self.headers = headers
-        self.counter = Counter()
+        self.counter = Counter(hides_usage=hides_usage)
         self.first = b""
         self._target, self._response, self._idle_s = target, response, idle_s
 
@@ -265,8 +267,11 @@ class _Silence:
             self._timer = self._loop.call_at(ends_at, self._look)
 
 
-class _Prefilled(msgspec.Struct):
+class Prefilled(msgspec.Struct):
+    """The answer of an instance that has prefilled a prompt: what the decode instance is told."""
+
     kv_transfer_params: dict[str, Raw] | None = None
+    usage: Usage | None = None
 
 
 class _Tokenised(msgspec.Struct):
@@ -278,7 +283,7 @@ class _Detokenised(msgspec.Struct):
 
 
 _detokenised = msgspec.json.Decoder(_Detokenised)
-_prefilled = msgspec.json.Decoder(_Prefilled)
+_prefilled = msgspec.json.Decoder(Prefilled)
 _tokenised = msgspec.json.Decoder(_Tokenised)
 
 
@@ -288,7 +293,7 @@ class Engines:
 
     def __init__(self, config: GatewayConfig, token: bytes = b"") -> None:
         times = config.timeouts
-        self._times, self._limits = times, config.limits
+        self._times, self._limits, self._asks_usage = times, config.limits, config.asks_usage
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if token:
             headers["authorization"] = f"Bearer {token.decode('latin-1')}"
@@ -346,16 +351,15 @@ class Engines:
         ask: ClientRequest,
         headers: Mapping[str, str],
         handoff: Handoff,
-    ) -> dict[str, Raw] | Whole | None:
-        """Prefill the prompt on the instance `target`. Returns the `kv_transfer_params` for the
-        decode instance, None if there are none, or a `Whole` if the engine refuses. Raises
-        EngineError."""
+    ) -> Prefilled | Whole:
+        """Prefill the prompt on the instance `target`. Returns a `Whole` if the engine refuses.
+        Raises EngineError."""
         body = engine_bodies.prefill_body(ask, handoff, target.block_tokens)
         answer = await self._whole(target, ask.path, body, headers, _PREFILL_BYTES_MAX)
         if not answer.good:
             return answer
         try:
-            return _prefilled.decode(answer.plain).kv_transfer_params
+            return _prefilled.decode(answer.plain)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineOdd(target, f"its answer to a prefill is none: {error}") from error
 
@@ -383,14 +387,14 @@ class Engines:
             return _counted(whole)
         try:
             async with asyncio.timeout(self._times.first_token_s):
-                return await self._stream(target, ask.path, body, headers)
+                return await self._stream(target, ask, body, headers)
         except TimeoutError as error:
             raise EngineSlow(target, f"no token came in {self._times.first_token_s:g} s") from error
 
     async def _stream(
-        self, target: CallTarget, path: str, body: bytes, sent: Mapping[str, str]
+        self, target: CallTarget, ask: ClientRequest, body: bytes, sent: Mapping[str, str]
     ) -> AnswerStream | Whole:
-        response = await self._send(target, path, body, sent)
+        response = await self._send(target, ask.path, body, sent)
         try:
             if not _streams(response):
                 whole = await self._read(target, response)
@@ -402,7 +406,10 @@ class Engines:
                 why = f"the instance's stream is compressed as {encoding[:32]!r}"
                 raise EngineUnfit(target, "engine_failed", why)
             events = response if encoding == "identity" else Inflated(response)
-            stream = AnswerStream(target, events, self._times.idle_s, headers)
+            hides_usage = self._asks_usage and engine_bodies.lacks_usage(ask)
+            stream = AnswerStream(
+                target, events, self._times.idle_s, headers, hides_usage=hides_usage
+            )
             await stream.begin()
         except BaseException:
             response.close()
@@ -492,8 +499,8 @@ class Engines:
 
 
 def _counted(whole: Whole) -> Whole:
-    tokens = answered_tokens(whole.plain) if whole.good else 0
-    return Whole(whole.status, whole.headers, whole.body, tokens)
+    usage = usage_in(whole.plain) if whole.good else NO_USAGE
+    return Whole(whole.status, whole.headers, whole.body, usage)
 
 
 def _streams(response: HttpAnswer) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Raw
 
-from .openai_request import CHAT, RESPONSES
+from .openai_request import CHAT, COMPLETIONS, RESPONSES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,6 +34,7 @@ _TELL_STORED = Raw(b'{"tiffin":{}}')
 _HANDOFFS = {"vllm": _REMOTE_DECODE, "pool": _TELL_STORED, "stream": _TELL_STORED}
 _POOL_PARAMS = ("tiffin",)
 _ONE = Raw(b"1")
+_USAGE = Raw(b'{"include_usage":true}')
 # Fields that a prefill request drops: useless for its one token, which no client sees, or, like
 # `min_tokens`, in conflict with it.
 _PREFILL_DROPS = ("stream_options", "min_tokens", "logprobs", "top_logprobs", "best_of", "n")
@@ -49,11 +50,15 @@ def answer_body(
     transfer: Mapping[str, Raw] | None = None,
     shards: Sequence[Shard] = (),
     response_id: str = "",
+    *,
+    asks_usage: bool = False,
 ) -> bytes:
     """The body for the decode instance: the client's, byte by byte, unless the conductor has cut
     the answer's length, or the instance needs to know where its blocks are (`transfer`) and will
-    be (`shards`), or is told the id of its response."""
+    be (`shards`), is told the id of its response, or asked for a stream's usage (`asks_usage`)."""
     changes: dict[str, Raw] = {}
+    if asks_usage and lacks_usage(ask):
+        changes["stream_options"] = _USAGE
     if ask.path == RESPONSES:
         changes["request_id"] = Raw(_encoder.encode(response_id))
     if output_tokens_max is not None and _exceeds(ask.output_tokens_max, output_tokens_max):
@@ -62,6 +67,12 @@ def answer_body(
         told = {"shards": Raw(_encoder.encode(shards))} if shards else {}
         changes["kv_transfer_params"] = Raw(_encoder.encode({**(transfer or {}), **told}))
     return _encoder.encode(ask.fields | changes) if changes else ask.raw
+
+
+def lacks_usage(ask: ClientRequest) -> bool:
+    """Whether this is a stream that would end without its usage, which its client did not ask
+    for."""
+    return ask.stream and ask.path in (CHAT, COMPLETIONS) and "stream_options" not in ask.fields
 
 
 def asked_of(ask: ClientRequest, model: str) -> ClientRequest:

@@ -1,7 +1,8 @@
 """Counts tokens in answers that the gateway passes on unchanged. Pure.
 
 The counter cuts a stream only where an event ends: the client receives whole events, so that the
-gateway can end a broken stream with an error event. Bytes and their order stay the same.
+gateway can end a broken stream with an error event. Bytes and their order stay the same, but for
+the event with the usage, if the gateway has asked for it and the client has not.
 """
 
 from __future__ import annotations
@@ -38,13 +39,37 @@ class _Choice(Struct):
     token_ids: list[int] | None = None
 
 
-class _Usage(Struct):
+class _Details(Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class Usage(Struct, frozen=True):
+    """What an engine counts of a request."""
+
     completion_tokens: int | None = None
-    output_tokens: int | None = None  # as a response has it
+    prompt_tokens_details: _Details | None = None
+    # As a response has them.
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+
+    @property
+    def answered_tokens(self) -> int:
+        """Tokens of the answer."""
+        return max(0, self.completion_tokens or self.output_tokens or 0)
+
+    @property
+    def found_tokens(self) -> int | None:
+        """Tokens of the prompt that the engine had or loaded; None if it does not say. vLLM leaves
+        out a zero."""
+        details = self.prompt_tokens_details or self.input_tokens_details
+        return None if details is None else max(0, details.cached_tokens or 0)
+
+
+NO_USAGE = Usage()
 
 
 class _Response(Struct):
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Raw = Raw(b"null")
 
 
@@ -52,7 +77,7 @@ class _Event(Struct):
     """An event of a stream, or a whole answer, which has the same fields."""
 
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: Raw = Raw(b"null")
     # Of the events of a response (`/v1/responses`).
     type: str = ""
@@ -63,12 +88,8 @@ class _Error(Struct):
     code: Any = None
 
 
-class _Whole(Struct):
-    usage: _Usage | None = None
-
-
 _event = msgspec.json.Decoder(_Event)
-_whole = msgspec.json.Decoder(_Whole)
+_whole = msgspec.json.Decoder(_Response)
 _error = msgspec.json.Decoder(_Error)
 
 
@@ -78,13 +99,19 @@ class Counter:
     `tokens` so far: one per event that adds anything to an answer, or the counts in the event
     itself (`token_ids`, `usage`). `events`: how many had tokens. `ended`: an event had a
     `finish_reason`, or [DONE] came. `failed`: an event carried an error; `error` is its JSON, and
-    `error_status` its HTTP status, 0 if it has none.
+    `error_status` its HTTP status, 0 if it has none. `found_tokens`: see `Usage`. `hides_usage`:
+    the event that has nothing but the usage is read and not passed on.
     """
 
-    __slots__ = ("_tail", "ended", "error", "error_status", "events", "failed", "tokens")
+    __slots__ = (
+        *("_hides_usage", "_tail", "ended", "error", "error_status", "events", "failed"),
+        *("found_tokens", "tokens"),
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, *, hides_usage: bool = False) -> None:
+        self._hides_usage = hides_usage
         self._tail = b""
+        self.found_tokens: int | None = None
         self.tokens = 0
         self.events = 0
         self.ended = False
@@ -103,8 +130,11 @@ class Counter:
         for line in whole.splitlines():
             if line.startswith(b"data:"):
                 before = self.tokens
-                self._read(line[5:].strip())
+                event = self._read(line[5:].strip())
                 self.events += self.tokens > before
+                if self._hides_usage and event is not None and _only_usage(event):
+                    ahead, _, behind = whole.partition(line)
+                    whole = ahead + behind.lstrip(b"\r\n")
         return whole
 
     def rest(self) -> bytes:
@@ -112,15 +142,15 @@ class Counter:
         rest, self._tail = self._tail, b""
         return rest
 
-    def _read(self, data: bytes) -> None:
+    def _read(self, data: bytes) -> _Event | None:
         if data == b"[DONE]":
             self.ended = True
-            return
+            return None
         try:
             event = _event.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
             self.tokens += 1  # an unknown format, which the client may understand
-            return
+            return None
         if bytes(event.error) != b"null" and not self.failed:
             self.failed, self.error_status = True, _status(event.error)
             self.error = bytes(event.error)
@@ -130,7 +160,13 @@ class Counter:
             self.tokens += _tokens(choice)
             self.ended = self.ended or choice.finish_reason is not None
         if event.usage is not None:
-            self.tokens = max(self.tokens, event.usage.completion_tokens or 0)
+            self._count(event.usage)
+        return event
+
+    def _count(self, usage: Usage) -> None:
+        self.tokens = max(self.tokens, usage.answered_tokens)
+        if usage.found_tokens is not None:
+            self.found_tokens = usage.found_tokens
 
     def _read_response(self, event: _Event) -> None:
         """An event of a response: a piece of it, or its end."""
@@ -141,16 +177,20 @@ class Counter:
             self.failed = True
             self.error = bytes(event.error if event.response is None else event.response.error)
         if event.response is not None and event.response.usage is not None:
-            self.tokens = max(self.tokens, event.response.usage.output_tokens or 0)
+            self._count(event.response.usage)
 
 
-def answered_tokens(body: bytes) -> int:
-    """The token count in an answer that is not streamed; 0 if it contains none."""
+def usage_in(body: bytes) -> Usage:
+    """The usage in an answer that is not streamed; `NO_USAGE` if it contains none."""
     try:
-        usage = _whole.decode(body).usage
+        return _whole.decode(body).usage or NO_USAGE
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return 0
-    return max(0, usage.completion_tokens or usage.output_tokens or 0) if usage is not None else 0
+        return NO_USAGE
+
+
+def _only_usage(event: _Event) -> bool:
+    """Whether this is the event before [DONE] that `stream_options.include_usage` adds."""
+    return event.usage is not None and not event.choices and not event.type
 
 
 def _status(error: Raw) -> int:

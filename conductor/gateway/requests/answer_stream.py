@@ -89,6 +89,7 @@ class Serving(Response):
         self._complete = False  # nothing more is sent; a disconnect from now on cancels nothing
         self._started_at = started_at
         self._visit, self._answered = visit, 0  # tokens of the answer, once it has ended
+        self._found: int | None = None  # tokens of the prompt that were cached, by its engine
 
     @property
     def begun(self) -> bool:
@@ -251,6 +252,8 @@ class Serving(Response):
             for other in self._answers[1:]:
                 await other.close()
             self._answered = sum(one.counter.tokens for one in self._answers)
+            if len(self._answers) == 1:  # else two instances have computed the prompt
+                self._found = answer.counter.found_tokens
             gateway.metrics.answered_tokens.inc(self._answered)
 
     async def _passed(
@@ -348,9 +351,10 @@ class Serving(Response):
     def _whole(self, answer: Whole) -> Response:
         """The engine's answer in one piece, or its refusal, as a response."""
         if self._attempts.report is not None:
-            self._attempts.report.tokens(answer.tokens)
-        self._answered = answer.tokens
-        self._gateway.metrics.answered_tokens.inc(answer.tokens)
+            self._attempts.report.tokens(answer.usage.answered_tokens)
+        self._answered = answer.usage.answered_tokens
+        self._found = answer.usage.found_tokens
+        self._gateway.metrics.answered_tokens.inc(self._answered)
         return Response(answer.body, answer.status, answer.headers)
 
     async def _respond(
@@ -393,7 +397,7 @@ class Serving(Response):
     def _end(self, how: str) -> None:
         """Report the request's end to the conductor, and with its span."""
         self._span.set({"tiffin.end": how, "gen_ai.usage.output_tokens": self._answered})
-        self._attempts.end(how)
+        self._attempts.end(how, self._found)
 
 
 async def _hung_up(receive: Receive) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..engines.instance_cache import InstanceRoute
     from ..gateway import Gateway
     from ..openai.openai_request import ClientRequest
+    from ..openai.token_counter import Usage
     from ..openai.tokenizing import Sized
     from .conductor_reports import ConductorReport
     from .placement import Placement
@@ -124,10 +125,12 @@ class Attempts:
         self.end("cancelled")
         self.report, self._placed, self._conductor = None, False, ""
 
-    def end(self, how: str) -> None:
-        """Report the request's end to the conductor, if the conductor has placed it or may have."""
+    def end(self, how: str, found_tokens: int | None = None) -> None:
+        """Report the request's end to the conductor, if the conductor has placed it or may have,
+        and what of the prompt was cached where it was computed."""
         if self.report is not None:
-            self.report.end(how)
+            handed = self.route is not None and handed_over(self.ask, self.route)
+            self.report.end(how, None if handed else found_tokens)
         elif self._placed:
             self._cancel()
 
@@ -154,8 +157,8 @@ class Attempts:
             # the predicted TTFT.
             self.report.running(answers_s if unseen else None)
 
-        async def prefilled(route: InstanceRoute) -> None:
-            await self._prefilled(placed, route)
+        async def prefilled(route: InstanceRoute, usage: Usage | None) -> None:
+            await self._prefilled(placed, route, usage)
 
         number, answer = await self._gateway.running.run(
             ask, placed, self._span, attempt, prefilled, self._gone
@@ -207,7 +210,9 @@ class Attempts:
         if route is not None:
             last_known.began(route, self._gateway.clock(), decided=decided)
 
-    async def _prefilled(self, placed: Placement, route: InstanceRoute) -> None:
+    async def _prefilled(
+        self, placed: Placement, route: InstanceRoute, usage: Usage | None
+    ) -> None:
         """Report `prefill_done` to the conductor at once, which may reject the request now. Raises
         Rejected."""
         if placed.fallback or self._prefill_told:
@@ -218,7 +223,12 @@ class Attempts:
             names = route.names if placed.raced else None
             wishes = self.ask.wishes
             event = RequestEvent(
-                wishes.request_id, "prefill_done", 0, names, wishes.tenant, placed.conductor
+                wishes.request_id,
+                "prefill_done",
+                route=names,
+                tenant=wishes.tenant,
+                conductor=placed.conductor,
+                found_tokens=None if usage is None else usage.found_tokens,
             )
             rejection = await self._gateway.reporter.say(event)
         if rejection is not None:

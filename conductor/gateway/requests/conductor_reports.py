@@ -188,11 +188,13 @@ class ConductorReport:
         elif self._total - self._told >= self._reporter.tokens:
             self._tell_tokens()
 
-    def end(self, kind: str) -> None:
-        """Report the end, "finished" or "cancelled". Later calls of `end` have no effect."""
+    def end(self, kind: str, found_tokens: int | None = None) -> None:
+        """Report the end, "finished" or "cancelled"; of a finished one, what of the prompt was
+        cached. Later calls of `end` have no effect."""
         if not self._over:
             total = self._total if self._total > self._told else None
-            self._say(self._event(kind, total_tokens=total))
+            found = found_tokens if kind == "finished" else None
+            self._say(self._event(kind, total_tokens=total, found_tokens=found))
             self._stop()
 
     def drop(self) -> None:

@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from ...web.tracing import Span
     from ..config import GatewayConfig, Handoff
     from ..engines.circuit_breakers import CircuitBreakers
-    from ..engines.engine_client import Engines
+    from ..engines.engine_client import Engines, Prefilled
     from ..engines.instance_cache import CallTarget, InstanceRoute
     from ..openai.openai_request import ClientRequest
+    from ..openai.token_counter import Usage
     from .placement import Placement
 
     Answer = AnswerStream | Whole
     # Callback: the prefill of a route is done. An exception from it ends the request.
-    Prefilled = Callable[[InstanceRoute], Awaitable[None]]
+    OnPrefilled = Callable[[InstanceRoute, Usage | None], Awaitable[None]]
 
 
 # TENANT/ID, or ID where there are no tenants (`state/request_ids.py`).
@@ -59,7 +60,7 @@ class Running:
         placement: Placement,
         span: Span,
         attempt: int,
-        prefilled: Prefilled,
+        prefilled: OnPrefilled,
         gone: set[str],
     ) -> tuple[int, Answer]:
         """Run the request on all routes of `placement`. Returns the number of the route that
@@ -85,7 +86,7 @@ class Running:
         route: InstanceRoute,
         span: Span,
         engine_id: str,
-        prefilled: Prefilled,
+        prefilled: OnPrefilled,
         gone: set[str],
     ) -> Answer:
         answering = partial(self._answer, ask, placement, route, span, engine_id)
@@ -94,7 +95,7 @@ class Running:
                 return await answering(None)
             handoff = self._config.model(ask.model).handoff
             if engine_bodies.stored_tokens(ask, handoff, route.prefill.block_tokens) == 0:
-                await prefilled(route)  # there is no block to hand over
+                await prefilled(route, None)  # there is no block to hand over
                 return await answering(None)
             prefilling = self._prefill(ask, route, span, engine_id, handoff, prefilled)
             if handoff == "stream" and placement.layerwise:
@@ -104,7 +105,7 @@ class Running:
             told = await prefilling
             if isinstance(told, Whole):
                 return told
-            return await answering(engine_bodies.handed_on(told, handoff))
+            return await answering(engine_bodies.handed_on(told.kv_transfer_params, handoff))
         except (EngineGone, EngineSlow) as failure:
             self._breakers.failed(failure.target.name, self._clock())
             if isinstance(failure, EngineGone):
@@ -118,8 +119,8 @@ class Running:
         span: Span,
         engine_id: str,
         handoff: Handoff,
-        prefilled: Prefilled,
-    ) -> dict[str, Raw] | Whole | None:
+        prefilled: OnPrefilled,
+    ) -> Prefilled | Whole:
         """What the prefill instance told, or its refusal."""
         with span.call("prefill", **_instance(route.prefill)) as call:
             headers = {**call.headers, **_names(ask, engine_id)}
@@ -127,8 +128,9 @@ class Running:
         self._breakers.succeeded(route.prefill.name)
         if not isinstance(told, Whole):
             if handoff == "stream":
-                self._nodes[route.prefill.name] = engine_bodies.writes_at(told)
-            await prefilled(route)
+                node = engine_bodies.writes_at(told.kv_transfer_params)
+                self._nodes[route.prefill.name] = node
+            await prefilled(route, told.usage)
         return told
 
     async def _answer(
@@ -142,7 +144,9 @@ class Running:
     ) -> Answer:
         limit, shards = placement.output_tokens_max, placement.shards
         response_id = new_id(route.decode.name) if ask.path == RESPONSES else ""
-        body = engine_bodies.answer_body(ask, limit, transfer, shards, response_id)
+        body = engine_bodies.answer_body(
+            ask, limit, transfer, shards, response_id, asks_usage=self._config.asks_usage
+        )
         with span.call("first token", **_instance(route.decode)) as call:
             headers = {**call.headers, **_names(ask, engine_id)}
             answer = await self._engines.answer(route.decode, ask, body, headers)
@@ -161,7 +165,7 @@ def handed_over(ask: ClientRequest, route: InstanceRoute) -> bool:
 
 
 async def beside(
-    prefilling: Coroutine[Any, Any, dict[str, Raw] | Whole | None],
+    prefilling: Coroutine[Any, Any, Prefilled | Whole],
     answering: Coroutine[Any, Any, Answer],
 ) -> Answer:
     """Run a prefill and the answer of the instance that takes its blocks meanwhile. Returns the

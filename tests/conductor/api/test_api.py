@@ -798,11 +798,11 @@ class TestWhatBecameOfIt:
         why = http.get("/v1/decisions/r1/why").json()
         assert why["became"] == {
             "end": "", "observed_ttft_s": None, "observed_tbt_s": None, "output_tokens": 0,
-            "ended_at": None,
+            "found_tokens": None, "ended_at": None,
         }  # fmt: skip
         events = [
             {"request_id": "r1", "event": "first_token"},
-            {"request_id": "r1", "event": "finished", "total_tokens": 17},
+            {"request_id": "r1", "event": "finished", "total_tokens": 17, "found_tokens": 512},
         ]
         http.post("/v1/events", json={"events": events})
         for entry in (
@@ -812,6 +812,7 @@ class TestWhatBecameOfIt:
         ):
             became = entry["became"]
             assert (became["end"], became["output_tokens"]) == ("finished", 17)
+            assert became["found_tokens"] == 512
             assert became["observed_ttft_s"] > 0
             assert abs(became["ended_at"] - time.time()) < 60
         assert http.get("/v1/decisions", params={"kept": "lost"}).json()["decisions"] == []

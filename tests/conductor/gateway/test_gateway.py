@@ -66,6 +66,7 @@ class TestPassingThrough:
                 async with it.stream(asked, "chat/completions") as response:
                     assert await response.aread() == engine.sent
                 (sent,) = engine.completions
+                assert sent.pop("stream_options") == {"include_usage": True}  # which is not told
                 assert sent == {"model": MODEL, "stream": True, **asked}
 
         run(scenario)
@@ -144,6 +145,53 @@ class TestPassingThrough:
                 assert engine.calls[-1][2]["traceparent"] == "00-ab-cd-01"
 
         run(scenario)
+
+
+class TestWhatWasFound:
+    """The conductor hears how much of a prompt an engine had, beside what it counted on."""
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("asks", [False, True])
+    def test_where_one_instance_does_all(self, stream: bool, asks: bool) -> None:
+        async def scenario() -> None:
+            engine = Engine("m0", cached=96)
+            async with cluster(engine) as it:
+                asked: dict[str, Any] = {"prompt": PROMPT, "stream": stream}
+                if asks:
+                    asked["stream_options"] = {"include_usage": True}
+                response = await it.post(asked)
+                assert (b'"cached_tokens"' in response.content) == (asks or not stream)
+                assert await found(it, response) == 96
+
+        run(scenario)
+
+    def test_where_the_prompt_is_computed(self) -> None:
+        async def scenario() -> None:
+            prefill, decode = pair()
+            prefill.cached, decode.cached = 64, 128
+            async with cluster(prefill, decode, settings=SPLIT) as it:
+                assert await found(it, await it.post({"prompt": PROMPT, "stream": True})) == 64
+
+        run(scenario)
+
+    def test_an_engine_that_does_not_say(self) -> None:
+        async def scenario() -> None:
+            async with cluster(Engine("m0")) as it:
+                assert await found(it, await it.post({"prompt": PROMPT, "stream": True})) is None
+
+        run(scenario)
+
+
+async def found(it: Any, response: Any) -> int | None:
+    """What the conductor has heard of an answered request."""
+    name = response.headers["x-tiffin-request-id"]
+    while True:
+        outcome = it.core.log.get(name)
+        became = None if outcome is None else it.core.log.became(outcome)
+        if became is not None and became.end:
+            assert became.end == "finished"
+            return became.found_tokens
+        await asyncio.sleep(0.01)
 
 
 class TestDisaggregated:

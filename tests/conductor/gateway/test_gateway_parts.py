@@ -48,7 +48,7 @@ from tiffin.conductor.gateway.openai.token_counter import (
     EVENT_BYTES_MAX,
     Counter,
     TooLong,
-    answered_tokens,
+    usage_in,
 )
 from tiffin.conductor.gateway.openai.tokenizing import LocalTokenizer, Tokenizing
 from tiffin.conductor.gateway.requests import event_outbox
@@ -134,6 +134,17 @@ def test_tokens_that_the_engine_counts_itself() -> None:
     assert counter.tokens == 41, "it never goes back"
 
 
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+def test_usage_that_the_client_did_not_ask_for_is_not_passed_on(end: bytes) -> None:
+    usage = {"completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 512}}
+    events = [event(choices=[text("a")]), event(choices=[], usage=usage), b"data: [DONE]\n\n"]
+    stream = [one.replace(b"\n\n", end) for one in events]
+    for hides, passed in ((True, stream[0] + stream[2]), (False, b"".join(stream))):
+        counter = Counter(hides_usage=hides)
+        assert counter.feed(b"".join(stream)) == passed
+        assert counter.found_tokens == 512
+
+
 def test_an_event_of_an_unknown_form_is_a_token() -> None:
     counter = Counter()
     assert counter.feed(b"data: {not json}\n\n") == b"data: {not json}\n\n"
@@ -166,9 +177,12 @@ def test_an_event_without_an_end() -> None:
 
 
 def test_an_answer_in_one_piece() -> None:
-    assert answered_tokens(b'{"usage": {"completion_tokens": 12}}') == 12
+    assert usage_in(b'{"usage": {"completion_tokens": 12}}').answered_tokens == 12
     for odd in (b"", b"{}", b'{"usage": null}', b'{"usage": {"completion_tokens": -3}}', b"\xff"):
-        assert answered_tokens(odd) == 0
+        assert usage_in(odd).answered_tokens == 0
+        assert usage_in(odd).found_tokens is None
+    said = b'{"usage": {"input_tokens_details": {"cached_tokens": 64}}}'
+    assert usage_in(said).found_tokens == 64
 
 
 # -- asking ----------------------------------------------------------------------------------------

@@ -48,8 +48,9 @@ class Done:
     def flags(self) -> dict[str, Any]:
         """The flags as a shell and then vLLM read them."""
         words = shlex.split(self.stdout.replace("\\\n", ""), comments=True)
+        pairs = words[: len(words) - len(words) % 2]  # the last may be a flag without a value
         return {
-            name: json.loads(value) for name, value in zip(words[::2], words[1::2], strict=True)
+            name: json.loads(value) for name, value in zip(pairs[::2], pairs[1::2], strict=True)
         }
 
     def settings(self) -> Settings:
@@ -130,7 +131,9 @@ def test_a_shell_hands_the_words_on(run: Run) -> None:
         ["sh", "-c", 'eval "printf \'%s\\n\' $1"', "sh", done.stdout],
         capture_output=True, text=True, timeout=30, check=True,
     ).stdout.splitlines()  # fmt: skip
+    assert shown.pop() == "--enable-prompt-tokens-details"
     assert shown[0::2] == ["--kv-transfer-config", "--kv-events-config"]
+    assert done.settings().engine == "i"
     assert [json.loads(text) for text in shown[1::2]] == list(done.flags().values())
 
 
@@ -141,6 +144,7 @@ def test_json_has_the_same(run: Run) -> None:
     assert printed["kv_transfer_config"] == flags["--kv-transfer-config"]
     assert printed["kv_events_config"] == flags["--kv-events-config"]
     assert printed["block_size"] == flags["--block-size"] == 64
+    assert printed["enable_prompt_tokens_details"] is True
     assert printed["gateway"] == {"": {"keys": "conductor", "handoff": "pool"}}
 
 
