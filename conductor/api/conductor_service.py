@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ..core.hold import hold_of
+from ..core.inflight_requests import RequestPhase
 from ..core.silence import NAMED_MAX, silent, unmeasured
 from ..core.state_metrics import state
 from ..errors import ConductorError, Conflict, InvalidRequest, UnknownModel, UnknownRequest
+from ..pool.orders import FETCH_FACTOR, FETCH_MORE_S, fetch_orders
 from ..records import Decision, Load, Rejection, RequestEvent
 from ..replicas.replica import SharedConductor
 from ..state.allowed_hosts import EVENTS_LABEL, check_hosts
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from ..core.hold import Hold
     from ..core.settings import Settings
     from ..discovery.engine_watch import EngineWatch
+    from ..pool.orders import Copy
     from ..pool.role_flip import Action
     from ..recording.recorder import Recorder
     from ..records import InstanceSpec, Request, Role
@@ -143,6 +146,7 @@ class Service:
             self._recorder.look(self.core, now)
             self._recorder.scheduled(request, outcome, now)
         if isinstance(outcome, Decision):
+            self._bring(outcome.request_id)
             self.metrics.scheduled(request, outcome, took_s, now)
         else:
             self.metrics.rejected(request, outcome, took_s)
@@ -157,8 +161,32 @@ class Service:
         for rejection in self.core.put_out():
             self._rejected_after_all(rejection)
         ended = self.core.dispatch.ended()
+        for name in ended:
+            self._bring(name)
         self._releases.wake(ended)
         self.mailboxes.put(ended)
+
+    def _bring(self, name: str) -> None:
+        """Have the node of the instance that prefills a request fetch what the decision counts on
+        elsewhere, unless the request is held: its engine asks only when it gets to it."""
+        flight = self.core.ledger.get(name)
+        if self._feeding is not None and flight is not None and not self.core.dispatch.holds(name):
+            orders = self._fetch_orders(flight.decision, flight.request.keys)
+            if orders and flight.phase is RequestPhase.PREFILL:
+                self._feeding.carry_out(orders)
+
+    def _fetch_orders(self, decision: Decision, keys: Sequence[bytes]) -> list[Copy]:
+        spec = self.spec(decision.prefill) if decision.fetches else None
+        if spec is None or self._feeding is None or not self._feeding.gives_orders:
+            return []
+        return fetch_orders(decision.fetches, keys, spec.node)
+
+    def fetch_within_s(self, decision: Decision) -> float | None:
+        """See `DecisionReply`."""
+        flight = self.core.ledger.get(decision.request_id)
+        if flight is None or not self._fetch_orders(decision, flight.request.keys):
+            return None
+        return FETCH_FACTOR * sum(one.seconds for one in decision.fetches) + FETCH_MORE_S
 
     def _rejected_after_all(self, rejection: Rejection) -> None:
         self.metrics.timings.forget(rejection.request_id)

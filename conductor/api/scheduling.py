@@ -45,7 +45,10 @@ async def place(
     hold = service.hold(outcome.request_id)
     if hold is not None and body.waiter:
         service.mailboxes.expect(outcome.request_id, body.waiter)
-    return conversions.decision_reply(outcome, service.url, service.clock(), service.address, hold)
+    return conversions.decision_reply(
+        *(outcome, service.url, service.clock(), service.address, hold),
+        service.fetch_within_s(outcome),
+    )
 
 
 async def place_all(

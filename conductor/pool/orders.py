@@ -6,7 +6,7 @@ over connections to the nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ..records import KEY_BYTES
@@ -15,6 +15,7 @@ from .popularity import salts_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from ..records import Fetch
     from ..state.prefix_index import PrefixMatch
     from ..state.sliced_work import Work
     from .popularity import HotPrefix, Popularity
@@ -25,6 +26,11 @@ NO_PARENT = bytes(KEY_BYTES)
 ORDER_BLOCKS_MAX = 64
 # Timeout of one order; the same as a node's timeout for another node in an evacuation.
 ORDER_TIMEOUT_S = 60.0
+# The number of orders whose outcome nobody waits for: who reads the blocks finds what has come.
+UNWATCHED = 0
+# Within how many times the predicted time what is fetched should have come, and how much longer at
+# least; then an engine reads what is elsewhere itself.
+FETCH_FACTOR, FETCH_MORE_S = 2.0, 0.05
 # An order without a report of its outcome for this long counts as lost.
 LOST_S = 3 * ORDER_TIMEOUT_S
 
@@ -81,6 +87,28 @@ class Evacuate:
     number: int
     node: str
     timeout_s: float
+
+
+def fetch_orders(fetches: Sequence[Fetch], keys: Sequence[bytes], node: str) -> list[Copy]:
+    """The orders for `node` to copy what a decision counts on at other nodes, for an engine that
+    will ask `node`. What is in another engine's HBM no node can copy."""
+    orders: list[Copy] = []
+    for one in fetches if node else ():
+        if one.tier == "hbm" or one.source == node:
+            continue
+        before = orders[-1] if orders else None
+        part = tuple(keys[one.start : one.stop])
+        if before is not None and (before.source, before.depth + len(before.keys)) == (
+            one.source,
+            one.start,
+        ):
+            orders[-1] = replace(before, keys=before.keys + part, nbytes=before.nbytes + one.nbytes)
+            continue
+        parent = keys[one.start - 1] if one.start else NO_PARENT
+        orders.append(
+            Copy(UNWATCHED, part, parent, one.start, one.source, node, one.nbytes, "fetch")
+        )
+    return orders
 
 
 Order = Copy | Drop | Admit | Evacuate

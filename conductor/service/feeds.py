@@ -167,6 +167,11 @@ class Feeding:
             log.debug("the directory does not answer: %s", error)  # `missing` reports it
             return None
 
+    @property
+    def gives_orders(self) -> bool:
+        """Whether nodes are followed, to which orders can be sent."""
+        return self._carrier is not None
+
     def carry_out(self, orders: Sequence[Order]) -> None:
         """Send orders to nodes; `finished` returns the outcomes. Does not wait."""
         if self._carrier is not None:

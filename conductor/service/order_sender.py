@@ -27,7 +27,7 @@ from tiffin.kvstore.errors import Draining, NodeUnavailable, NoRoom, TiffinError
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.pool.verb_driver import VerbDriver
 
-from ..pool.orders import ORDER_TIMEOUT_S, Admit, Copy, Drop, Ended, Evacuate
+from ..pool.orders import ORDER_TIMEOUT_S, UNWATCHED, Admit, Copy, Drop, Ended, Evacuate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +47,8 @@ ORDERS_MAX = 512
 PINNED_MAX = 262_144
 # Timeout for requests that a node answers at once.
 ASK_TIMEOUT_S = 5.0
+# A fetch for a request that has not ended by then is given up: its engine did without.
+FETCH_TIMEOUT_S = 10.0
 _SOFT, _NONE = 1, 0
 
 
@@ -170,6 +172,10 @@ class OrderCarrier:
     def _copy(self, order: Copy) -> int:
         target, source = self._number(order.target), self._number(order.source)
         keys = b"".join(order.keys)
+        if order.number == UNWATCHED:  # its reader comes at once, and waits for no answer
+            ask = (keys, order.parent, order.depth, source, FETCH_TIMEOUT_S)
+            self._engine.ask(target, messages.Pull(0, *ask, wait=False), ASK_TIMEOUT_S)
+            return 0
         before = self._engine.ask(target, messages.Exists(0, keys), ASK_TIMEOUT_S).flags
         pull = messages.Pull(0, keys, order.parent, order.depth, source, ORDER_TIMEOUT_S)
         try:

@@ -182,9 +182,11 @@ def decision_reply(
     now: float,
     conductor: str = "",
     hold: Hold | None = None,
+    fetch_within_s: float | None = None,
 ) -> DecisionReply:
     """A decision without its candidates: with a thousand instances they are a hundred times as
-    long. `conductor` is the URL of the one that decided; `hold` that of a held request."""
+    long. `conductor` is the URL of the one that decided; `hold` that of a held request;
+    `fetch_within_s`: see `DecisionReply`."""
     return DecisionReply(
         request_id=parted(decision.request_id)[1],
         prefill=decision.prefill,
@@ -207,6 +209,7 @@ def decision_reply(
             )
             for one in decision.fetches
         ],
+        fetch_within_s=fetch_within_s,
         layerwise=decision.layerwise,
         output_tokens_max=decision.output_tokens_max,
         degraded=list(decision.degraded),

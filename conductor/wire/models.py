@@ -317,6 +317,14 @@ class DecisionReply(Reply, frozen=True, kw_only=True):
     cached_tokens: Annotated[int, Meta(description="Used, of those that are available.")]
     available_tokens: Annotated[int, Meta(description="That some holder has.")]
     fetches: Annotated[list[FetchReply], Meta(description="To do before prefill.")]
+    fetch_within_s: Annotated[
+        float | None,
+        Meta(
+            description="The node of the instance that prefills was told to make these fetches, or "
+            "will be when the request is released; after so many seconds its engine should wait no "
+            "more. Null: fetching is the engine's."
+        ),
+    ] = None
     layerwise: Annotated[
         bool, Meta(description="Send the cache to decode layer by layer, while prefill computes.")
     ]

@@ -351,10 +351,11 @@ class Engines:
         ask: ClientRequest,
         headers: Mapping[str, str],
         handoff: Handoff,
+        fetched: tuple[int, float] | None = None,
     ) -> Prefilled | Whole:
         """Prefill the prompt on the instance `target`. Returns a `Whole` if the engine refuses.
         Raises EngineError."""
-        body = engine_bodies.prefill_body(ask, handoff, target.block_tokens)
+        body = engine_bodies.prefill_body(ask, handoff, target.block_tokens, fetched)
         answer = await self._whole(target, ask.path, body, headers, _PREFILL_BYTES_MAX)
         if not answer.good:
             return answer

@@ -110,10 +110,16 @@ def stored_tokens(ask: ClientRequest, handoff: Handoff, block_tokens: int) -> in
     return len(ids) // block_tokens * block_tokens
 
 
-def prefill_body(ask: ClientRequest, handoff: Handoff, block_tokens: int = 0) -> bytes:
+def prefill_body(
+    ask: ClientRequest,
+    handoff: Handoff,
+    block_tokens: int = 0,
+    fetched: tuple[int, float] | None = None,
+) -> bytes:
     """The body for a prefill instance, which computes the prompt and one token. It keeps the blocks
     for the decode instance ("vllm") or stores them ("pool"), and answers where they are. What is
-    behind the last whole block of `block_tokens` the decode instance computes."""
+    behind the last whole block of `block_tokens` the decode instance computes. `fetched`: see
+    `Placement`."""
     fields = {name: value for name, value in ask.fields.items() if name not in _PREFILL_DROPS}
     fields |= {"stream": Raw(b"false"), **_limit(ask, _ONE)}
     stored = stored_tokens(ask, handoff, block_tokens)
@@ -121,7 +127,16 @@ def prefill_body(ask: ClientRequest, handoff: Handoff, block_tokens: int = 0) ->
     if stored and ids is not None and stored < len(ids):
         fields["prompt"] = Raw(_encoder.encode(ids[:stored]))
     fields["kv_transfer_params"] = _HANDOFFS[handoff]
+    if fetched is not None and handoff != "vllm":
+        fields["kv_transfer_params"] = Raw(_encoder.encode(being_fetched(fetched, tell=True)))
     return _encoder.encode(fields)
+
+
+def being_fetched(fetched: tuple[int, float], **more: bool) -> dict[str, Raw]:
+    """The `kv_transfer_params` of an instance at whose node blocks are about to arrive."""
+    blocks, within_s = fetched
+    told = {"fetched": blocks, "within_s": round(within_s, 3), **more}
+    return {"tiffin": Raw(_encoder.encode(told))}
 
 
 def handed_on(told: dict[str, Raw] | None, handoff: Handoff) -> dict[str, Raw] | None:

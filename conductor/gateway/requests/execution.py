@@ -91,13 +91,14 @@ class Running:
     ) -> Answer:
         answering = partial(self._answer, ask, placement, route, span, engine_id)
         try:
+            fetched = placement.fetched if route is placement.routes[0] else None
             if not handed_over(ask, route):
-                return await answering(None)
+                return await answering(fetched and engine_bodies.being_fetched(fetched))
             handoff = self._config.model(ask.model).handoff
             if engine_bodies.stored_tokens(ask, handoff, route.prefill.block_tokens) == 0:
                 await prefilled(route, None)  # there is no block to hand over
                 return await answering(None)
-            prefilling = self._prefill(ask, route, span, engine_id, handoff, prefilled)
+            prefilling = self._prefill(ask, route, span, engine_id, handoff, fetched, prefilled)
             if handoff == "stream" and placement.layerwise:
                 node = self._nodes.get(route.prefill.name)
                 answer = answering(engine_bodies.beside_prefill(node))
@@ -119,12 +120,13 @@ class Running:
         span: Span,
         engine_id: str,
         handoff: Handoff,
+        fetched: tuple[int, float] | None,
         prefilled: OnPrefilled,
     ) -> Prefilled | Whole:
         """What the prefill instance told, or its refusal."""
         with span.call("prefill", **_instance(route.prefill)) as call:
             headers = {**call.headers, **_names(ask, engine_id)}
-            told = await self._engines.prefill(route.prefill, ask, headers, handoff)
+            told = await self._engines.prefill(route.prefill, ask, headers, handoff, fetched)
         self._breakers.succeeded(route.prefill.name)
         if not isinstance(told, Whole):
             if handoff == "stream":

@@ -56,7 +56,8 @@ class Placement:
     spread over several instances. `conductor` is the URL for the request's events, "" for that of
     the gateway's conductor. `model` answers, if not empty, in place of the one that was asked;
     `degraded` says what was given up to take the request. `held`: it is not to be sent before the
-    conductor releases it.
+    conductor releases it. `fetched`: how many leading blocks the node of the instance that prefills
+    has when what it fetches now has come, and within how many seconds that should be.
     """
 
     routes: tuple[InstanceRoute, ...]
@@ -73,6 +74,7 @@ class Placement:
     model: str = ""
     degraded: tuple[str, ...] = ()
     held: bool = False
+    fetched: tuple[int, float] | None = None
 
 
 class NoInstance(Exception):
@@ -215,6 +217,9 @@ class Placer:
             model=decided.model,
             degraded=tuple(decided.degraded),
             held=decided.held is not None,
+            fetched=None
+            if decided.fetch_within_s is None
+            else (max((f.stop for f in decided.fetches), default=0), decided.fetch_within_s),
         )
 
     def _shards(self, decided: DecisionReply) -> tuple[Shard, ...]:

@@ -4,8 +4,11 @@
 `{"tiffin": {"blocks": 8, "node": 3}}`: so many leading blocks are stored, or being stored, at the
 node with this number in the directory, if the pool has one. With that the request to decode waits
 for them. A request to decode that is sent together with the one to prefill has
-`{"tiffin": {"prefilling": true, "node": 3}}`: it waits for what is being written. There is no
-address in it, and a false number costs a wait.
+`{"tiffin": {"prefilling": true, "node": 3}}`: it waits for what is being written. A request whose
+blocks the engine's own node is fetching from others has `{"tiffin": {"fetched": 8, "within_s":
+0.2}}`, and with `"tell": true` it is one to prefill: it waits so long until 8 leading blocks are at
+this node, and takes what is elsewhere then. There is no address in it, and a false number costs a
+wait.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ _NODE_MAX = 1 << 31
 @dataclass(frozen=True, slots=True)
 class Promise:
     """What a request to decode may wait for: `blocks` leading blocks; or, while another instance is
-    `prefilling`, all whole blocks of its prompt. `node`: the number of the writer's node."""
+    `prefilling`, all whole blocks of its prompt. `node`: the number of the writer's node. Or
+    `within_s` for `fetched` leading blocks that this engine's own node is fetching."""
 
     blocks: int = 0
     prefilling: bool = False
     node: int | None = None
+    fetched: int = 0
+    within_s: float = 0.0
 
 
 NOTHING = Promise()
@@ -36,7 +42,8 @@ NOTHING = Promise()
 
 def to_be_told(params: Any) -> bool:
     """Whether the answer of a request with these `kv_transfer_params` tells what is stored."""
-    return isinstance(params, dict) and params.get(_NAME) == {}
+    told = params.get(_NAME) if isinstance(params, dict) else None
+    return isinstance(told, dict) and (not told or told.get("tell") is True)
 
 
 def promise(blocks: int, node: int | None = None) -> dict[str, Any]:
@@ -59,7 +66,11 @@ def promised(params: Any) -> Promise:
         _check("node", node, _NODE_MAX)
     blocks = told.get("blocks", 0)
     _check("number of blocks", blocks, _BLOCKS_MAX)
-    return Promise(blocks, prefilling, node)
+    fetched, within_s = told.get("fetched", 0), told.get("within_s", 0.0)
+    _check("number of blocks", fetched, _BLOCKS_MAX)
+    if isinstance(within_s, bool) or not isinstance(within_s, int | float) or not within_s >= 0:
+        raise InvalidInput(f"kv_transfer_params: {within_s!r} is no time in seconds")
+    return Promise(blocks, prefilling, node, fetched, float(within_s))
 
 
 def _check(what: str, number: Any, most: int) -> None:

@@ -57,12 +57,19 @@ _HELD_SHARE = 4
 @dataclass(slots=True)
 class _Awaited:
     """A request waits `until` its first `blocks` blocks are stored, or are being written if it was
-    sent together with its prefill. `again_at`: when they are to be looked up again."""
+    sent together with its prefill, or those that are elsewhere have been fetched. `again_at`: when
+    they are to be looked up again."""
 
     promise: Promise
     blocks: int
     until: float
     again_at: float = 0.0
+
+    def has_come(self, hit: Hit) -> bool:
+        """Whether there is nothing more to wait for."""
+        if self.promise.fetched:
+            return not any(flag & IN_PEER for flag in hit.where[: self.blocks])
+        return hit.stored >= self.blocks
 
     def match(self, client: Client, prefix: Prefix, timeout_s: float) -> Hit:
         """What is there now."""
@@ -135,6 +142,9 @@ class SchedulerSide:
         wait_s = settings.handoff_timeout_s
         if promise.prefilling:
             blocks, wait_s = len(prefix), settings.prefill_timeout_s
+        elif promise.fetched:
+            blocks = min(promise.fetched, len(prefix))
+            wait_s = min(promise.within_s, wait_s)
         if blocks and self._loads:
             self._awaited[request_id] = _Awaited(promise, blocks, time.monotonic() + wait_s)
             until += wait_s
@@ -267,7 +277,7 @@ class SchedulerSide:
         hit = found or Hit(0, 0)
         tiers = tuple(_tier(flag) for flag in hit.where)
         awaited, now = self._awaited.pop(request_id, None), time.monotonic()
-        if awaited is None or found is None or hit.stored >= awaited.blocks:
+        if awaited is None or found is None or awaited.has_come(hit):
             self.tracker.answered(request_id, hit.stored, tiers[: hit.stored])
         elif self._streams and hit.stored < hit.blocks:
             tiers += tiers[-1:] * (awaited.blocks - hit.blocks)

@@ -261,7 +261,7 @@ class Events(Request, tag="events"):
 class Pull(Request, tag="pull"):
     """Copy the missing blocks of `keys`, consecutive blocks of one prefix, from the node with
     number `source` in the directory. The reply comes when the copy is done, or with `wait` false
-    when it is queued."""
+    when it is queued: then a reader is about to come, and the copy goes before other copies."""
 
     keys: Keys
     parent: Key

@@ -46,7 +46,10 @@ ROOM_WAIT_S = 1.0
 class Copier:
     """Copies from `peer` into `node`, by reservations over its local link `home`."""
 
-    def __init__(self, peer: Peer, node: Node, home: LocalLink) -> None:
+    def __init__(
+        self, peer: Peer, node: Node, home: LocalLink, priority: Priority = Priority.BACKGROUND
+    ) -> None:
+        self._priority = priority
         self._peer = peer
         self._node = node
         self._home = home
@@ -129,10 +132,9 @@ class Copier:
         targets = [self._node.dram.view(Extent(offset, length)) for offset in reserved.offsets]
         ranges = [Range(index * length, length) for index in granted]
         nbytes = min(length * len(ranges), STREAM_BYTES)
-        # At the lowest priority: no reader waits for a copy.
         with (
             as_ours(self._peer.label),
-            SHARED.hold(nbytes, Priority.BACKGROUND, part.deadline),
+            SHARED.hold(nbytes, self._priority, part.deadline),
         ):
             self._peer.transport.read(leased.lease, ranges, targets, deadline=part.deadline)
         names = split_keys(part.keys)

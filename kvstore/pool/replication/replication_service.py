@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tiffin.messenger.budget import Priority
+
 from ...connection.node_link import LocalLink
 from ...deadlines import until_s
 from ...errors import Draining, NodeUnavailable, TiffinError
@@ -128,7 +130,9 @@ class Caretaker:
         def work() -> int:
             if not self._node.core.takes_copies:  # it has just started
                 self.returning.returned.wait(until_s(deadline))
-            copier = Copier(self._driver.peer(request.source), self._node, self._home)
+            # Mostly no reader waits for a copy.
+            priority = Priority.BACKGROUND if request.wait else Priority.PREFILL
+            copier = Copier(self._driver.peer(request.source), self._node, self._home, priority)
             return copier.copy(request.keys, request.parent, request.depth, deadline)
 
         split_keys(request.keys)  # raises InvalidInput

@@ -255,6 +255,13 @@ def test_a_limit_goes_by_both_names() -> None:
     one = ask({"messages": [], "max_completion_tokens": 50}, CHAT)
     sent = json.loads(engine_bodies.answer_body(one, 9))
     assert (sent["max_tokens"], sent["max_completion_tokens"]) == (9, 9)
+    told = engine_bodies.being_fetched((3, 0.25))
+    sent = json.loads(engine_bodies.answer_body(one, None, told))
+    assert sent["kv_transfer_params"] == {"tiffin": {"fetched": 3, "within_s": 0.25}}
+    first = json.loads(engine_bodies.prefill_body(one, "pool", fetched=(3, 0.25)))
+    assert first["kv_transfer_params"] == {"tiffin": {"fetched": 3, "within_s": 0.25, "tell": True}}
+    first = json.loads(engine_bodies.prefill_body(one, "vllm", fetched=(3, 0.25)))
+    assert "tiffin" not in first["kv_transfer_params"]
     first = json.loads(engine_bodies.prefill_body(one, "pool"))
     assert (first["max_tokens"], first["max_completion_tokens"]) == (1, 1)
     assert first["kv_transfer_params"] == {"tiffin": {}}

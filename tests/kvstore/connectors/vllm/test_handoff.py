@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from fakepool import BLOCK, PAGE, SCHEMA
@@ -20,6 +20,9 @@ from tiffin.kvstore.connectors.vllm.request_tracker import RequestTracker, Track
 from tiffin.kvstore.connectors.vllm.scheduler_side import SchedulerSide
 from tiffin.kvstore.connectors.vllm.settings import Settings
 from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.node.core.records import IN_DRAM
+from tiffin.kvstore.pool.client import IN_PEER
+from tiffin.kvstore.verbs.block_verbs import Hit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,13 +47,24 @@ class TestParameters:
         told = {"tiffin": {"prefilling": True, "node": 3}}
         assert handoff.promised(told) == Promise(prefilling=True, node=3)
 
+    @pytest.mark.parametrize("tells", [{}, {"tell": True}])
+    def test_what_is_being_fetched_is_waited_for(self, tells: dict[str, bool]) -> None:
+        told = {"tiffin": {"fetched": 8, "within_s": 0.2, **tells}}
+        assert handoff.promised(told) == Promise(fetched=8, within_s=0.2)
+        assert handoff.to_be_told(told) == bool(tells)
+
+    @pytest.mark.parametrize("within_s", [-1, "1", True, None, float("nan")])
+    def test_what_is_no_time_is_refused(self, within_s: Any) -> None:
+        with pytest.raises(InvalidInput, match="is no time"):
+            handoff.promised({"tiffin": {"fetched": 8, "within_s": within_s}})
+
     @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, {"tiffin": None}])
     def test_others_parameters_mean_nothing_here(self, params: Any) -> None:
         assert not handoff.to_be_told(params)
         assert handoff.promised(params) == handoff.NOTHING
 
     @pytest.mark.parametrize("number", [-1, 1 << 33, "8", 8.0, True, [8]])
-    @pytest.mark.parametrize("name", ["blocks", "node"])
+    @pytest.mark.parametrize("name", ["blocks", "fetched", "node"])
     def test_what_is_no_number_is_refused(self, name: str, number: Any) -> None:
         with pytest.raises(InvalidInput, match=r"is no (number of blocks|node)"):
             handoff.promised({"tiffin": {name: number}})
@@ -233,6 +247,39 @@ class TestWaiting(Waiting):
         side.add("r", PROMPT, Identity("", {}), promise=Promise(3))
         self.await_lookups(side, 3)
         side.close()
+
+
+class TestBeingFetched:
+    """What an engine does whose own node fetches what the conductor counts on."""
+
+    def ask(self, within_s: float, *found: bytes) -> tuple[SchedulerSide, list[int]]:
+        """The prompt's first lookups find the blocks at these places, the rest as the last."""
+        lookups: list[int] = []
+
+        def match(*_: Any, **__: Any) -> Hit:
+            where = found[min(len(lookups), len(found) - 1)]
+            lookups.append(len(where))
+            return Hit(len(where), len(where) * BLOCK, where)
+
+        link = SimpleNamespace(call=match, close=lambda: None)
+        settings = Settings(url=URL, block_tokens=BLOCK, lookup_timeout_s=PATIENT_S)
+        side = SchedulerSide(settings, SCHEMA, PAGE, 1, cast("PoolLink", link))
+        promise = Promise(fetched=3, within_s=within_s)
+        side.add("r", PROMPT, Identity("", {}), promise=promise)
+        wait_until(lambda: side.matched("r", 0, len(PROMPT))[0] == 3 * BLOCK, "it has waited")
+        return side, lookups
+
+    def tiers(self, side: SchedulerSide) -> dict[str, int]:
+        return dict(side.tracker.hit_tokens("r", 3 * BLOCK))
+
+    def test_it_waits_until_all_is_at_its_node(self) -> None:
+        far, near = bytes([IN_PEER]), bytes([IN_DRAM])
+        side, lookups = self.ask(PATIENT_S, 3 * far, near + 2 * far, 3 * near)
+        assert (len(lookups), self.tiers(side)) == (3, {"dram": 3 * BLOCK})
+
+    def test_it_takes_what_is_elsewhere_when_the_time_is_over(self) -> None:
+        side, _ = self.ask(0.02, 3 * bytes([IN_PEER]))
+        assert self.tiers(side) == {"peer": 3 * BLOCK}
 
 
 class TestBesideThePrefill(Waiting):
