@@ -17,7 +17,7 @@ import pytest
 from examplesupport import DOCS
 
 FOLDER = DOCS / "examples" / "vllm"
-NAMES = ("one_instance.py", "two_instances.py", "split.py")
+NAMES = ("one_instance.py", "two_instances.py", "split.py", "fleet.py")
 VLLM = os.environ.get("TIFFIN_VLLM", "")
 
 
@@ -43,6 +43,8 @@ def test_without_vllm_they_say_how_to_install_it(name: str) -> None:
 def test_with_vllm_they_succeed(name: str) -> None:
     done = run(VLLM, name, 390)
     assert done.returncode == 0, done.stdout + done.stderr
+    if name == "fleet.py":  # which instance answers is chance
+        return
     page = (DOCS / "vllm.md").read_text(encoding="utf-8")
     (shown,) = re.findall(rf"/{name}\n(.*?)```", page, re.DOTALL)
     assert without_times(done.stdout) == without_times(shown), "the page shows another output"

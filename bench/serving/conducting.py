@@ -6,7 +6,8 @@ import contextlib
 import json
 import sys
 import time
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.cost import latency_profiles
@@ -17,7 +18,7 @@ from tiffin.kvstore.cli.local.local_redis import free_port
 from .errors import ProcessFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tiffin.conductor.cost.latency_profiles import Profile
@@ -89,14 +90,20 @@ class ConductorProcess:
 
 @contextlib.contextmanager
 def conductor(
-    pool: LocalPool, profile: Profile, folder: Path, timeout_s: float, record: Path | None = None
+    pool: LocalPool,
+    profile: Profile,
+    folder: Path,
+    timeout_s: float,
+    record: Path | None = None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[ConductorProcess]:
     """A conductor that follows the pool's nodes by their directory, if there is one, and records
-    requests to `record`. Raises ProcessFailed if it does not start."""
-    (folder / "profiles").mkdir()
+    requests to `record`. `changes`: groups of its settings. Raises ProcessFailed if it does not
+    start."""
+    (folder / "profiles").mkdir(exist_ok=True)
     (folder / "profiles" / f"{PROFILE}.json").write_bytes(profile.to_json())
     settings = folder / "conductor.json"
-    settings.write_text(json.dumps(SETTINGS), encoding="utf-8")
+    settings.write_text(json.dumps({**SETTINGS, **changes}), encoding="utf-8")
     options = ["--profiles", str(folder / "profiles"), "--config", str(settings)]
     if pool.directory:
         options += ["--directory", pool.directory, "--pool-token-file", str(pool.token_file)]

@@ -68,6 +68,11 @@ class Server:
         with contextlib.suppress(ProcessLookupError):  # what it started, if that is left
             os.killpg(self._child.process.pid, signal.SIGKILL)
 
+    def kill(self) -> None:
+        """kill -9, it and what it started."""
+        os.killpg(self._child.process.pid, signal.SIGKILL)
+        self._child.process.wait()
+
     def wait(self, path: str, timeout_s: float) -> None:
         """Return when `path` answers 200. Raises ProcessFailed."""
         deadline = time.monotonic() + timeout_s
@@ -97,11 +102,23 @@ class Server:
 
 
 def vllm(
-    name: str, kv_role: str, python: Path, model: str, pool: str, folder: Path, **settings: Any
+    name: str,
+    kv_role: str,
+    python: Path,
+    model: str,
+    pool: str,
+    folder: Path,
+    *,
+    port: int = 0,
+    own_pages: int = 0,
+    more: Sequence[str] = (),
+    **settings: Any,
 ) -> Server:
-    """`vllm serve` on the pool. Without a prefix cache of its own: what it does not compute came
-    from the pool. `settings`: of the connector."""
-    port = free_port(HOST)
+    """`vllm serve` on the pool at this URL, if any. Without `own_pages` for a prefix cache of its
+    own, what it does not compute came from the pool. `more`: options; `settings`: of the
+    connector."""
+    port = port or free_port(HOST)
+    pages = own_pages or PAGES
     transfer = {
         "kv_connector": "TiffinConnector",
         "kv_connector_module_path": "tiffin.kvstore.connectors.vllm",
@@ -123,18 +140,22 @@ def vllm(
         # way of the instance that decodes. See `_ENVIRONMENT` too.
         *("--distributed-executor-backend", "uni"),
         *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "4"),
-        *("--block-size", str(PAGE_TOKENS), "--num-gpu-blocks-override", str(PAGES)),
-        *("--kv-cache-memory-bytes", str(PAGES << 20), "--no-enable-prefix-caching"),
-        *("--kv-transfer-config", json.dumps(transfer)),
+        *("--block-size", str(PAGE_TOKENS), "--num-gpu-blocks-override", str(pages)),
+        *("--kv-cache-memory-bytes", str(pages << 20), *more),
+        *(() if own_pages else ("--no-enable-prefix-caching",)),
+        *(("--kv-transfer-config", json.dumps(transfer)) if pool else ()),
     ]
     return Server(name, command, port, folder)
 
 
-def gateway(conductor: str, handoff: Handoff, folder: Path) -> Server:
-    """`tiffin gateway`, where one instance hands over to another by the pool."""
+def gateway(conductor: str, handoff: Handoff, folder: Path, *, schema: bool = True) -> Server:
+    """`tiffin gateway`, where one instance hands over to another by the pool. Without our `schema`
+    the conductor makes the keys."""
     port = free_port(HOST)
-    (folder / "schema.json").write_bytes(SCHEMA.canonical_bytes())
-    of_model = {"schema_file": str(folder / "schema.json"), "handoff": handoff}
+    of_model: dict[str, str] = {"handoff": handoff}
+    if schema:
+        (folder / "schema.json").write_bytes(SCHEMA.canonical_bytes())
+        of_model["schema_file"] = str(folder / "schema.json")
     config = folder / "gateway.json"
     config.write_text(json.dumps({"models": {MODEL: of_model}}), encoding="utf-8")
     command = [sys.executable, "-c", _PROGRAM, "gateway", "--listen", f"{HOST}:{port}"]

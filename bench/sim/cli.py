@@ -125,6 +125,14 @@ def simulated(
     nvme: Annotated[
         int, typer.Option(min=0, metavar="TOKENS", help="That a node keeps on disk, too.")
     ] = 0,
+    engine_cache: Annotated[
+        int,
+        typer.Option(min=0, metavar="TOKENS", help="Kept in HBM, before the node's."),
+    ] = 0,
+    blind: Annotated[
+        bool,
+        typer.Option("--blind", help="The conductor does not hear what nodes have."),
+    ] = False,
     chunk: Annotated[
         int, typer.Option(min=0, metavar="TOKENS", help="Prompts are computed in chunks; 0: whole.")
     ] = 0,
@@ -186,6 +194,8 @@ def simulated(
         seed=seed,
         noise=noise,
         nvme_cache_tokens=nvme,
+        hbm_cache_tokens=engine_cache,
+        knows_nodes=not blind,
         chunk_tokens=chunk,
         stages=stages,
         layerwise=layerwise,

@@ -21,6 +21,9 @@ SUITE: Suite[Setting] = Suite(
             "split-stream": ("split", "split_stream"),
             "decode-gaps": ("decode_gaps", "decode_gaps"),
             "hooks": ("hooks", "hooks"),
+            "fleet": ("fleet.rows", "found"),
+            "fleet-hot": ("fleet.rows", "hot"),
+            "fleet-ways": ("fleet.rows", "ways"),
         },
     ),
 )

@@ -164,7 +164,7 @@ class _Demo:
             prompt, at_s = self._prompts[number], time.monotonic() - began
             answer = ask(self._gateway, prompt, ANSWER_TOKENS, f"chat-{number}")
             self._progress.update(task, advance=1)
-            served = ServedRequest(f"chat-{number}", number, at_s, len(prompt))
+            served = ServedRequest(answer.request_id, number, at_s, len(prompt))
             served.prefill, served.decode = answer.prefill, answer.decode
             served.ttft_s, served.tokens = answer.arrivals_s[0], answer.tokens
             served.cached_tokens = answer.cached_tokens

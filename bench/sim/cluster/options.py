@@ -35,6 +35,7 @@ class SimulationOptions:
 
     **Tiers.** Tokens of KV that a prefill instance keeps in HBM, and its node in memory and on
     NVMe; 0: no such tier. Blocks are loaded at the bandwidths of `Settings.transfers`.
+    `knows_nodes`: whether the conductor hears of what nodes have.
 
     **Decode.** `kv_capacity_tokens` and `batch_max` limit a batch. `preemption`: none, as a request
     joins only if there is room for its whole answer; or "recompute" and "swap": what is done with
@@ -82,6 +83,7 @@ class SimulationOptions:
     hbm_cache_tokens: int = 0
     cache_tokens: int = 3_000_000
     nvme_cache_tokens: int = 0
+    knows_nodes: bool = True
     eviction: str = "lru"
     kv_capacity_tokens: int = 1_000_000
     batch_max: int = 256

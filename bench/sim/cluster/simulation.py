@@ -283,6 +283,8 @@ class _Simulation:
         return late_s
 
     def _blocks_changed(self, name: str, change: TierChange) -> None:
+        if change.tier != "hbm" and not self._options.knows_nodes:
+            return
         for kind, keys in ((Added, change.added), (Removed, change.removed)):
             if keys:
                 update = kind(name, change.tier, keys)

@@ -1,4 +1,4 @@
-"""The processes of split.py: vLLM servers, a conductor that knows them, and a gateway."""
+"""The processes of split.py and fleet.py: vLLM servers, a conductor and a gateway."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-HOW_TO_INSTALL = """split.py also needs the command `vllm serve` (docs/vllm.md, Install) and
+HOW_TO_INSTALL = """This example also needs the command `vllm serve` (docs/vllm.md, Install) and
 
     vllm-venv/bin/pip install '.[conductor]'      # in the root of this repository"""
 MODEL = "tiny"
@@ -68,6 +68,11 @@ class Service:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    def kill(self) -> None:
+        """kill -9, it and what it started."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def wait(self) -> None:
         """Return when it answers."""
         for _ in range(START_S * 5):
@@ -80,15 +85,19 @@ class Service:
         sys.exit(f"{self._log.stem} did not start:\n{self._log.read_text()[-3000:]}")
 
 
-def vllm(role: str, model: Path, pool: str, kv_role: str, *options: str) -> Service:
-    """`vllm serve` on the pool."""
+def vllm(
+    role: str, model: Path, pool: str, kv_role: str, *options: str, **settings: str
+) -> Service:
+    """`vllm serve` on the pool. `settings`: of the connector."""
     port = free_port()
     transfer = {
         "kv_connector": "TiffinConnector",
         "kv_connector_module_path": "tiffin.kvstore.connectors.vllm",
         "kv_role": kv_role, "kv_load_failure_policy": "recompute",
         # All of this shares a few cores: be patient.
-        "kv_connector_extra_config": {"url": pool, "lookup_timeout_s": 10, "handoff_timeout_s": 10},
+        "kv_connector_extra_config": {
+            "url": pool, "lookup_timeout_s": 10, "handoff_timeout_s": 10, **settings,
+        },
     }  # fmt: skip
     command = [
         "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", MODEL,
@@ -100,18 +109,19 @@ def vllm(role: str, model: Path, pool: str, kv_role: str, *options: str) -> Serv
     return Service(model.parent / f"{role}.log", port, "/health", command)
 
 
-def conductor(folder: Path) -> Service:
+def conductor(folder: Path, *options: str) -> Service:
     """`tiffin conductor`."""
     port = free_port()
-    command = ["-c", TIFFIN, "conductor", "--listen", f"127.0.0.1:{port}"]
+    command = ["-c", TIFFIN, "conductor", "--listen", f"127.0.0.1:{port}", *options]
     return Service(folder / "conductor.log", port, "/livez", command)
 
 
-def gateway(folder: Path, conductor: Service) -> Service:
-    """`tiffin gateway`, where one instance hands over to another by the pool."""
+def gateway(folder: Path, conductor: Service, keys: str = "none") -> Service:
+    """`tiffin gateway`, where one instance hands over to another by the pool. `keys`: who makes
+    them."""
     port = free_port()
     config = folder / "gateway.toml"
-    config.write_text(f'[models."{MODEL}"]\nkeys = "none"\nhandoff = "pool"\n', encoding="utf-8")
+    config.write_text(f'[models."{MODEL}"]\nkeys = "{keys}"\nhandoff = "pool"\n', encoding="utf-8")
     command = ["-c", TIFFIN, "gateway", "--listen", f"127.0.0.1:{port}"]
     command += ["--conductor", conductor.url, "--config", str(config)]
     return Service(folder / "gateway.log", port, "/readyz", command)
