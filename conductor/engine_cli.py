@@ -32,6 +32,14 @@ def add(
     role: Annotated[
         str, typer.Option(help="prefill, decode or mixed.", show_default="as it tells, or mixed")
     ] = "",
+    node: Annotated[
+        str,
+        typer.Option(help="The kvstore node on its host.", show_default="what it announces there"),
+    ] = "",
+    fetches: Annotated[
+        bool,
+        typer.Option("--fetches", help="It brings blocks from other nodes."),
+    ] = False,
     kv_capacity_tokens: Annotated[
         int | None, typer.Option(min=1, show_default="as it tells", help="What its cache holds.")
     ] = None,
@@ -77,6 +85,8 @@ def add(
         "model": model,
         "role": role or None,
         "profile": profile,
+        "node": node,
+        "fetches": fetches,
         "kv_capacity_tokens": kv_capacity_tokens,
         "batch_max": batch_max,
         "block_tokens": block_tokens,
@@ -98,10 +108,14 @@ def add(
     )
     console.print(escape(printable(words)), highlight=False)
     console.print(
-        f"KV events of {escape(printable(events))}" if events
+        f"KV events of {escape(printable(events))}"
+        if events
         else "no KV events: what it holds is guessed from what is sent there (--kv-events-port)",
         highlight=False,
-    )  # fmt: skip
+    )
+    if found.node:
+        brings = "brings blocks there from others" if found.fetches else "fetches nothing"
+        console.print(f"at node {escape(printable(found.node))}, {brings}", highlight=False)
 
 
 def profile(

@@ -54,10 +54,10 @@ class Request:
 
     `id` is unique among all in-flight requests at the core; the service composes it of the tenant
     and the tenant's id (`request_ids`). `keys` name the prompt's full blocks, in order, 16 bytes
-    each (kvstore/format/keys.py); empty if only the length is known. `part_keys` name its first
-    tokens below a block (state/part_keys.py). `priority` names a class of
-    the settings, `output_class` the caller's class for output length prediction. `tenant` is the
-    unit of fair queueing. `output_tokens` is the caller's estimate of the answer's length;
+    each (kvstore/format/keys.py); empty if only the length is known. `part_keys` name its tokens
+    behind the first `parts_after` blocks, below a block (state/part_keys.py). `priority` names a
+    class of the settings, `output_class` the caller's class for output length prediction. `tenant`
+    is the unit of fair queueing. `output_tokens` is the caller's estimate of the answer's length;
     `output_tokens_max` is the length where it is cut. `exclude` are ids of instances that must not
     be chosen, such as one that has just refused the request; unknown ids are ignored.
     `first_token_from`: which instance gives the first token that counts. From "decode" it comes
@@ -78,6 +78,7 @@ class Request:
     exclude: tuple[str, ...] = ()
     first_token_from: Literal["prefill", "decode"] = "prefill"
     part_keys: tuple[bytes, ...] = ()
+    parts_after: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,9 @@ def after(
         )
     if "smaller_model" in steps:
         # Blocks of one model are of no use to another, and are named by other keys.
-        request = replace(request, model=smaller_models[request.model], keys=(), part_keys=())
+        request = replace(
+            request, model=smaller_models[request.model], keys=(), part_keys=(), parts_after=0
+        )
     if "best_effort" in steps:
         request = replace(request, objectives=Objectives(), priority=lowest_class)
     return request

@@ -131,7 +131,11 @@ class Service:
             and self.core.cluster.model_number(model) is None
         ):
             raise UnknownModel(f"no instance has registered model {model!r}")
-        return conversions.to_request(body, tokens, self.models)
+        return conversions.to_request(body, tokens, self.models, self._held)
+
+    def _held(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks somebody has."""
+        return self.core.index.match(keys).blocks
 
     def schedule(self, request: Request) -> Decision | Rejection:
         """Place a request. Idempotent: a retry, after an answer was lost, gets the same decision

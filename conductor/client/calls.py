@@ -105,15 +105,23 @@ def schedule(
     *,
     token_ids: Sequence[int] | None = None,
     namespace: str = "",
+    cache_salt: str = "",
     waiter: str = "",
     trace: Mapping[str, str] | None = None,
 ) -> RestCall[DecisionReply | Rejection]:
     """Place a request: a decision, or a rejection with its reason. With `token_ids` the client
-    does not send the keys and the length in `request`, and the conductor computes them. `waiter`:
-    who asks for its release, with others, by `releases`. `trace`: the headers of its W3C trace
-    context."""
+    does not send the keys and the length in `request`, and the conductor computes them, in a
+    `namespace` and with a `cache_salt`. `waiter`: who asks for its release, with others, by
+    `releases`. `trace`: the headers of its W3C trace context."""
     return schedule_one(
-        prompt(request, token_ids=token_ids, namespace=namespace, waiter=waiter, trace=trace)
+        prompt(
+            request,
+            token_ids=token_ids,
+            namespace=namespace,
+            cache_salt=cache_salt,
+            waiter=waiter,
+            trace=trace,
+        )
     )
 
 
@@ -122,6 +130,7 @@ def prompt(
     *,
     token_ids: Sequence[int] | None = None,
     namespace: str = "",
+    cache_salt: str = "",
     waiter: str = "",
     trace: Mapping[str, str] | None = None,
 ) -> bytes:
@@ -148,6 +157,8 @@ def prompt(
         body["trace"] = dict(trace)
     if token_ids is not None:
         body |= {"token_ids": list(token_ids), "namespace": namespace}
+        if cache_salt:  # which an older conductor does not take
+            body["cache_salt"] = cache_salt
     else:
         body["prompt_tokens"] = request.prompt_tokens
         if request.keys:

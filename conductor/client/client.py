@@ -245,12 +245,18 @@ class AsyncConductorClient(_Verbs):
         *,
         token_ids: Sequence[int] | None = None,
         namespace: str = "",
+        cache_salt: str = "",
         waiter: str = "",
         trace: Mapping[str, str] | None = None,
     ) -> DecisionReply | Rejection:
         """See `calls.schedule`. Those that are under way at the same time go as one call."""
         prompt = calls.prompt(
-            request, token_ids=token_ids, namespace=namespace, waiter=waiter, trace=trace
+            request,
+            token_ids=token_ids,
+            namespace=namespace,
+            cache_salt=cache_salt,
+            waiter=waiter,
+            trace=trace,
         )
         return await self._schedules.place(prompt)
 

@@ -488,9 +488,11 @@ class Conductor:
         """The first tokens of a prompt that its prefill instance has reported in its HBM."""
         request, name = flight.request, flight.decision.prefill
         blocks = self.holdings.reported(name, request.keys[: flight.hbm_blocks])
-        parts = self.parts.reported(name, request.part_keys[: flight.part_tokens // PART_TOKENS])
         block_tokens = self.cluster.spec(name).block_tokens
-        return max(blocks * block_tokens, parts * PART_TOKENS)
+        before = request.parts_after * block_tokens
+        behind = max(0, flight.part_tokens - before) // PART_TOKENS
+        parts = self.parts.reported(name, request.part_keys[:behind])
+        return max(blocks * block_tokens, before + parts * PART_TOKENS if parts else 0)
 
     def _offered(self, request: Request, computed_tokens: int | None, now: float) -> PromptSums:
         """Count a request as demand, unless it was counted before."""

@@ -211,12 +211,19 @@ class View:
         return hbm, dram, local
 
     def _cached_part_tokens(self, request: Request, hbm: Rows, rows: Rows) -> Rows | None:
-        """The prompt's first tokens that each row has in HBM, by part keys; None if nobody is known
-        to have any, and if all have the first block in HBM."""
+        """The prompt's first tokens that each row has in HBM, by part keys, of rows with all blocks
+        before these; None if nobody is known to have any, and if all have the block of the parts
+        in HBM."""
+        after = request.parts_after
+        if not request.part_keys or not len(rows) or (hbm > after).all():
+            return None
+        spec = self._cluster.specs[int(rows[0])]
+        assert spec is not None
+        before = after * spec.block_tokens
         # An engine computes the last token, and so the part that it is in.
-        keys = request.part_keys[: (request.prompt_tokens - 1) // PART_TOKENS]
-        match = self._parts.match(keys) if keys and not hbm.all() else None
-        if match is None or not match.runs:
+        keys = request.part_keys[: (request.prompt_tokens - 1 - before) // PART_TOKENS]
+        match = self._parts.match(keys)
+        if not match.runs:
             return None
         held = self._part_holders.get(request.model)
         if held is None or held.rows is not rows:
@@ -227,7 +234,7 @@ class View:
         tokens = held.device_blocks(match) * PART_TOKENS
         if self._part_tokens.size:
             tokens -= tokens % self._part_tokens.take(rows)
-        return tokens
+        return np.where((tokens > 0) & (hbm >= after), tokens + before, 0) if after else tokens
 
     def _own_s(self, request: Request, row: int, blocks: int, part_tokens: int) -> float:
         """Estimated prefill time on `row`, which has `blocks` of the prompt cached, or its first

@@ -136,6 +136,8 @@ class RequestEvents:
             if core.holdings.speaks(name):
                 keys = keys[flight.hbm_blocks :]
                 parts = parts[flight.part_tokens // PART_TOKENS :]
+        if flight.request.parts_after:
+            parts = ()  # of a block whose own key is in `keys`, or of a tail, which ends elsewhere
         if there and core.cluster.spec(name).prefix_caching:
             core.holdings.routed(name, keys, now)
             if parts:

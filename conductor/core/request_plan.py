@@ -142,8 +142,14 @@ def plan_request(
 
     Conditional disaggregation: a mixed-role prefill instance also decodes the request if it has
     room and meets the TBT objective. Whether an instance that decodes prefills as well, or another
-    one does, is decided by `disaggregation.place`.
+    one does, is decided by `disaggregation.place`. Without any to prefill, one that decodes does.
     """
+    if not len(prefill):
+        best = _chosen(parts, request, decode, decode, now)
+        rows = decode[best.choice.at : best.choice.at + 1]
+        plan = _chosen(parts, request, rows, rows, now)
+        plan.placement = PrefillPlacement(remote=False, reason="no_prefill")
+        return plan
     plan = _chosen(parts, request, prefill, decode, now)
     cluster, target = parts.cluster, plan.decode_row
     if plan.spread is not None:

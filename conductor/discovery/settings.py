@@ -96,6 +96,10 @@ class DiscoverySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     tls_ca: Text = ""
     """The CA of engines that serve https; else the CAs that this machine trusts."""
 
+    key_spaces: bool = True
+    """Whether what engines announce of their keys counts (docs/key-spaces.md). Without it prompts
+    are keyed by registered schemas, and of engines' blocks in the pool nothing is known."""
+
     kubernetes: KubernetesSettings = KubernetesSettings()
 
     def __post_init__(self) -> None:

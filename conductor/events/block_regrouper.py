@@ -8,8 +8,9 @@ key before them (kvstore/format/keys.py). So the engine's blocks, here parts, ar
     key  = H(key of the page before ‖ tokens), known once the page is full
 
 A tier holds a key exactly while it holds all parts of the key's page. Prompts that diverge inside a
-page have a page each, and the parts that they share are in both. Of a page that begins a prompt the
-parts held in HBM have keys, too, for prefixes shorter than a block (`prompt_starts.py`).
+page have a page each, and the parts that they share are in both. Of a page that begins a prompt, or
+is not full, the parts held in HBM have keys, too: a prefix may end within a block
+(`prompt_starts.py`).
 
 The behaviour of engines, and its consequences:
 
@@ -123,13 +124,13 @@ class Change(NamedTuple):
 
 
 class _Changes(list[Change]):
-    """Collects changes: consecutive ones of the same kind are merged. `firsts` are first pages of
-    prompts whose held parts may have changed: what becomes of their part keys is found out at the
-    end, once for all parts."""
+    """Collects changes: consecutive ones of the same kind are merged. `touched` are the pages whose
+    held parts may have changed: what becomes of their part keys is found out at the end, once for
+    all parts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.firsts: dict[_Page, None] = {}
+        self.touched: dict[_Page, None] = {}
 
     def note(self, tier: int, added: bool, key: bytes) -> None:
         self._merge(Change(TIERS[tier], added, [key]))
@@ -356,8 +357,6 @@ class Folder:
     def _new_page(self, parent_key: bytes, *, first: bool = False) -> _Page:
         page = _Page(parent_key, first=first)
         self._pages[page] = None
-        if first:
-            self.starts.begin(page, parent_key)
         return page
 
     def _pages_of(self, part: int) -> list[_Page]:
@@ -378,8 +377,7 @@ class Folder:
             speaks = not again or at == self._page_parts - 1
             if speaks and page.key is not None and self._full(page, tier):
                 changes.note(tier, True, page.key)
-            if page.first:
-                changes.firsts[page] = None
+            changes.touched[page] = None
         if again and self._counts_copies:
             self._copies[part, tier] = self._copies.get((part, tier), 0) + 1
 
@@ -397,13 +395,13 @@ class Folder:
             if was_full and not self._full(page, tier):
                 assert page.key is not None
                 changes.note(tier, False, page.key)
-            if page.first:
-                changes.firsts[page] = None
+            changes.touched[page] = None
             if not any(page.held):
                 self._forget(page, changes)
 
     def _forget(self, page: _Page, changes: _Changes) -> None:
         del self._pages[page]
+        changes.touched.pop(page, None)
         changes.note_parts([], self.starts.forget(page))
         for part in page.hashes:
             pages = [other for other in self._pages_of(part) if other is not page]
@@ -425,10 +423,13 @@ class Folder:
 
     def _with_starts(self, changes: _Changes) -> list[Change]:
         """The changes of part keys added to those of blocks."""
-        for page in changes.firsts:
+        for page in changes.touched:
             held = page.held[0]
             leading = (held ^ (held + 1)).bit_length() - 1
-            changes.note_parts(*self.starts.hold(page, page.tokens, leading * self._part_tokens))
+            if leading == self._page_parts and not page.first:
+                leading = 0  # it has its own key
+            held_tokens = leading * self._part_tokens
+            changes.note_parts(*self.starts.hold(page, page.parent_key, page.tokens, held_tokens))
         changes.note_parts([], self.starts.evict())
         return changes
 

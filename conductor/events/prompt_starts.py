@@ -1,8 +1,8 @@
-"""Which part keys an engine holds: the first tokens of its prompts, up to a block. Pure.
+"""Which part keys an engine holds: the first tokens of its pages, up to a block. Pure.
 
-A page that begins a prompt (`block_regrouper.py`) has a start: the part keys (`part_keys.py`) of
-its leading parts that are held. Prompts with the same system prompt have a page each and share its
-keys, so keys are counted: the engine holds one as long as any page has it.
+A page (`block_regrouper.py`) that begins a prompt, or is not full, has a start: the part keys
+(`part_keys.py`) of its leading parts that are held. Prompts with the same system prompt have a page
+each and share its keys, so keys are counted: the engine holds one as long as any page has it.
 
 The keys of one engine are bounded. The oldest start is dropped first, and of its keys those that no
 other start shares: a system prompt in use stays, the texts of single requests leave.
@@ -27,7 +27,7 @@ Page = TypeVar("Page")
 
 @dataclass(slots=True)
 class _Start:
-    """The keys of a prompt's first parts; the leading `held` of them are held."""
+    """The keys of a page's first parts; the leading `held` of them are held."""
 
     root: bytes
     keys: list[bytes] = field(default_factory=list)
@@ -57,18 +57,17 @@ class PromptStarts(Generic[Page]):
         """All part keys that are held."""
         return list(self._copies)
 
-    def begin(self, page: Page, root: bytes) -> None:
-        """A page begins a prompt whose keys follow `root`."""
-        self._starts[page] = _Start(root)
-
-    def hold(self, page: Page, tokens: bytes, held_tokens: int) -> tuple[list[bytes], list[bytes]]:
-        """Of a page's `tokens` the leading `held_tokens` are held now. Returns the keys that the
-        engine holds from now on, and those that it holds no longer. A page without a start has
-        none."""
+    def hold(
+        self, page: Page, root: bytes, tokens: bytes, held_tokens: int
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Of a page's `tokens`, whose keys follow `root`, the leading `held_tokens` are held now.
+        Returns the keys that the engine holds from now on, and those that it holds no longer."""
+        count = parts_of(held_tokens, self._block_tokens)
+        if not count:
+            return [], self.forget(page)
         start = self._starts.get(page)
         if start is None:
-            return [], []
-        count = parts_of(held_tokens, self._block_tokens)
+            start = self._starts[page] = _Start(root)
         before, start.held = start.held, count
         if count < before:
             return [], self._release(start.keys[count:before])

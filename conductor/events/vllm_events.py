@@ -147,12 +147,17 @@ def lora_namespace(lora_name: str) -> str:
     return f"lora:{lora_name}" if lora_name else ""
 
 
-class EventReader:
-    """Decodes one engine's batches. `namespace_of` gives the namespace of an adapter's blocks, and
-    with "" that of those without one, or None for blocks that have no keys in the pool; an invalid
-    namespace counts as None."""
+def unsalted(adapter: str, salt: str) -> str | None:
+    """The default namespace of blocks; of those with a salt nothing is known."""
+    return None if salt else lora_namespace(adapter)
 
-    def __init__(self, namespace_of: Callable[[str], str | None] = lora_namespace) -> None:
+
+class EventReader:
+    """Decodes one engine's batches. `namespace_of` gives the namespace of the blocks of an adapter
+    and of a request's salt, each "" without one, or None for blocks that have no keys in the pool;
+    an invalid namespace counts as None."""
+
+    def __init__(self, namespace_of: Callable[[str, str], str | None] = unsalted) -> None:
         self._namespace_of = namespace_of
         self._groups: set[int] = set()  # followed groups; removals only have the group's number
         # Events of kinds and of media that are not known, by what they are.
@@ -224,20 +229,21 @@ class EventReader:
                 f"{len(hashes)} blocks of {size} tokens with {len(event.token_ids)} tokens"
             )
         tokens = array("I", event.token_ids).tobytes()
-        plain = self._plain_blocks(event)
+        salt = _salt(event)
+        plain = _plain_blocks(event, salt)
         cut = plain * size * 4
         parts: list[Event] = []
         if plain:
-            namespace = self._namespace(event)
+            namespace = self._namespace(event, salt)
             parts.append(EngineStored(hashes[:plain], parent, tokens[:cut], size, tier, namespace))
         if plain < len(hashes):
             before = hashes[plain - 1] if plain else parent
             parts.append(EngineStored(hashes[plain:], before, tokens[cut:], size, tier, None))
         return parts
 
-    def _namespace(self, event: BlockStored) -> str | None:
+    def _namespace(self, event: BlockStored, salt: str) -> str | None:
         adapter = event.lora_name or ("" if event.lora_id is None else str(event.lora_id))
-        namespace = self._namespace_of(adapter)
+        namespace = self._namespace_of(adapter, salt)
         if namespace is None:
             return None
         try:
@@ -246,13 +252,22 @@ class EventReader:
             return None
         return namespace
 
-    def _plain_blocks(self, event: BlockStored) -> int:
-        """How many leading blocks depend on the tokens and the adapter alone."""
-        allowed = (event.lora_name, event.lora_id)
-        for at, extra in enumerate(event.extra_keys or ()):
-            if extra is not None and not _all_in(extra, allowed):
-                return at
-        return len(event.block_hashes)
+
+def _salt(event: BlockStored) -> str:
+    """The salt of a prompt that begins with the event's first block: the only text beside the
+    adapter's name among what that block depends on; images are pairs, embeddings bytes."""
+    extra = event.extra_keys[0] if event.extra_keys and event.parent_block_hash is None else None
+    texts = [one for one in extra or () if isinstance(one, str) and one != event.lora_name]
+    return texts[0] if len(texts) == 1 else ""
+
+
+def _plain_blocks(event: BlockStored, salt: str) -> int:
+    """How many leading blocks depend on the tokens, the adapter and the salt alone."""
+    allowed = (event.lora_name, event.lora_id, salt)
+    for at, extra in enumerate(event.extra_keys or ()):
+        if extra is not None and not _all_in(extra, allowed):
+            return at
+    return len(event.block_hashes)
 
 
 def _raws(payload: bytes) -> list[msgspec.Raw]:

@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from tiffin.kvstore.errors import TiffinError
 from tiffin.messenger.log_rate_limit import Ration
@@ -32,7 +33,7 @@ from .block_regrouper import EngineRemoved, EngineStored, Folder
 from .index_updates import Added, Cleared, Doubted, Gone, Heard, Removed, slices
 from .sequence_numbers import Apply, Current, Doubt, Numbering, ReplayRequest, Restarted
 from .update_inbox import InboxClosed
-from .vllm_events import PAYLOAD_BYTES_MAX, BadEvents, EventReader, lora_namespace
+from .vllm_events import PAYLOAD_BYTES_MAX, BadEvents, EventReader, unsalted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,6 +54,9 @@ _WAITING_BATCHES_MAX = 10_000
 _TURN = 64
 # The interval between checks for overdue replays and for quiet publishers.
 _LOOK_S = 0.5
+# How long a publisher may be away before operators are told.
+_DEAF_S = 15.0
+_CONNECTED, _LOST = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
 _SCHEMES = ("tcp://", "ipc://")
 _END = b"\xff" * 8
 
@@ -69,7 +73,7 @@ class EventPublisher:
     chain: EngineChain
     replay: str = ""
     topic: str = ""
-    namespace_of: Callable[[str], str | None] = lora_namespace
+    namespace_of: Callable[[str, str], str | None] = unsalted
     counts_copies: bool = True
 
 
@@ -86,19 +90,33 @@ class _Engine:
         self.tiers = {"hbm"}  # tiers that it reported; others may be a node's of the same name
         self._context = context
         self.live = self._connect(zmq.SUB, publisher.endpoint)
+        # Since when nobody answers there as a publisher does.
+        self.deaf_since: float | None = now
+        self._ears = self.live.get_monitor_socket(_CONNECTED | _LOST)
         try:
             self.live.setsockopt(zmq.SUBSCRIBE, publisher.topic.encode())
             self.replay: zmq.Socket[bytes] | None = None
             if publisher.replay:
                 self.replay = self._connect(zmq.DEALER, publisher.replay)
         except BaseException:
-            self.live.close()
+            self._close_live()
             raise
 
     def close(self) -> None:
-        self.live.close()
+        self._close_live()
         if self.replay is not None:
             self.replay.close()
+
+    def _close_live(self) -> None:
+        self.live.disable_monitor()
+        self.live.close()
+
+    def listen(self, now: float) -> None:
+        """Find out whether the publisher is connected."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self._ears, zmq.NOBLOCK)["event"]
+                self.deaf_since = None if event == _CONNECTED else now
 
     def reconnect_replay(self) -> None:
         """Replace the replay connection, since late messages of an old replay would be taken for
@@ -136,8 +154,8 @@ class VllmFeed:
     def __init__(self, apply: Callable[[Update], None]) -> None:
         self._apply = apply
         self._context: zmq.Context[Any] = zmq.Context()
-        # One socket or two per engine, and some of its own.
-        self._context.setsockopt(zmq.MAX_SOCKETS, 2 * PUBLISHERS_MAX + 16)
+        # One socket or two per engine and two for its monitor, and some of its own.
+        self._context.setsockopt(zmq.MAX_SOCKETS, 4 * PUBLISHERS_MAX + 16)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._orders: SimpleQueue[EventPublisher | str] = SimpleQueue()
         self._lock = threading.Lock()
@@ -188,6 +206,16 @@ class VllmFeed:
                 name: dict(engine.left_out)
                 for name, engine in self._engines.items()
                 if engine.left_out
+            }
+
+    def unheard(self) -> dict[str, str]:
+        """The publishers to which there is no connection for some time, and their endpoints."""
+        late = time.monotonic() - _DEAF_S
+        with self._lock:
+            return {
+                name: engine.publisher.endpoint
+                for name, engine in self._engines.items()
+                if engine.deaf_since is not None and engine.deaf_since < late
             }
 
     def close(self) -> None:
@@ -334,6 +362,7 @@ class VllmFeed:
         return numbering.live(seq, frames[-1], now)
 
     def _look(self, engine: _Engine) -> None:
+        engine.listen(time.monotonic())
         was_asking = engine.numbering.asking
         steps = engine.numbering.look(time.monotonic())
         if was_asking and not engine.numbering.asking:

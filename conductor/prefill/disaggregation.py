@@ -146,7 +146,7 @@ class PrefillPlacement:
     form "score" only, the costs of both ways where they were predicted."""
 
     remote: bool
-    reason: Literal["predicted", "long", "busy", "short", "queue", "score", "setting"]
+    reason: Literal["predicted", "long", "busy", "short", "queue", "score", "setting", "no_prefill"]
     score: float | None = None
     local_s: float | None = None
     remote_s: float | None = None

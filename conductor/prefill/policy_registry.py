@@ -43,8 +43,8 @@ class PolicyQuestion:
     that it and its node have now. `best_blocks` is the longest leading part that any one holder
     has, `pool_blocks` the longest that all holders have together. `queue_s` is each candidate's
     queueing time, without the prompts in `coming`, whose blocks still come. `cached_part_tokens`:
-    the prompt's first tokens that the instance has in HBM, for prefixes shorter than a block; None
-    if nobody is known to have any.
+    the prompt's first tokens that the instance has in HBM where they end within a block; None if
+    nobody is known to have any.
     """
 
     request: Request
@@ -76,7 +76,7 @@ class PolicyQuestion:
 
     def tokens(self, blocks: Blocks) -> Blocks:
         """Tokens of the prompt that each candidate need not compute if it uses its leading `blocks`
-        [candidates]: theirs, or its cached parts of the first one."""
+        [candidates]: theirs, or those that end within a block."""
         tokens: Blocks = blocks * self.block_tokens
         if self.cached_part_tokens is not None:
             tokens = np.maximum(tokens, self.cached_part_tokens)

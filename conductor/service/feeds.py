@@ -17,6 +17,7 @@ from tiffin.kvstore.directory import open_directory
 from tiffin.kvstore.directory.base import nobody, unreadable
 from tiffin.kvstore.errors import TiffinError
 
+from ..core.silence import NAMED_MAX
 from ..errors import ConductorError, InvalidRequest
 from ..events.block_regrouper import EngineChain
 from ..events.index_updates import NODE_TIERS, Announced, Cleared, Gone
@@ -106,7 +107,7 @@ class Feeding:
             *(spec.id, endpoint, EngineChain.of(schema)),
             replay=replay,
             topic=topic,
-            namespace_of=lambda adapter: name_of(lora_namespace(adapter)),
+            namespace_of=lambda adapter, salt: name_of(lora_namespace(adapter), salt),
         )
         self._engines.follow(publisher)
         self._followed[spec.id] = wanted
@@ -152,9 +153,16 @@ class Feeding:
         return ""
 
     def notes(self) -> list[str]:
-        """What operators should know though the feeds are complete: a pool without nodes."""
+        """What operators should know though the feeds are complete: a pool without nodes, and
+        engines whose events can't be heard. At most `NAMED_MAX`."""
         numbers = None if self._directory is None else self._directory.statistics()
-        return [why] if numbers is not None and (why := nobody(numbers)) else []
+        empty = [why] if numbers is not None and (why := nobody(numbers)) else []
+        unheard = {} if self._engines is None else self._engines.unheard()
+        return empty + [
+            f"the KV events of {name} can't be heard at {endpoint}: what it holds is not known in "
+            "time, even if replays come"
+            for name, endpoint in sorted(unheard.items())[:NAMED_MAX]
+        ]
 
     async def records(self) -> list[NodeRecord] | None:
         """The records of the pool's nodes, from the directory; None while the directory does not

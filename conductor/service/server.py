@@ -149,7 +149,8 @@ async def serve(
             recorder=recorder,
         )
         service: Service = app.state.service
-        feeding.announced = service.announced
+        if options.discovery.key_spaces:
+            feeding.announced = service.announced
         server = web_server(
             app,
             _connections(options.limits),

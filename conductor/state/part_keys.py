@@ -1,10 +1,11 @@
-"""Names of a prompt's first tokens, in parts of 16: for prefixes shorter than a block. Pure.
+"""Names of a block's first tokens, in parts of 16: for what ends within a block. Pure.
 
-    part_key[-1] = the root of the prompt's block keys            (kvstore/format/keys.py)
+    part_key[-1] = the key before the block, or the root          (kvstore/format/keys.py)
     part_key[i]  = H(part_key[i-1] ‖ tokens of part i)            i < (block_tokens - 1) // 16
 
-A part key names everything up to its part's end, as a block key does. None reaches the first
-block's end: there block keys begin. The size of a part is the same for all engines, so callers need
+A part key names everything up to its part's end, as a block key does. None reaches the block's end:
+that has the block's key. A request has those of one block: the first one that nobody is known to
+have. The size of a part is the same for all engines, so callers need
 not know theirs: an engine with blocks of 64 tokens has four parts or none.
 
 A wrong name finds nothing, or tokens that the engine then does not find itself: it costs a prefill
@@ -36,7 +37,7 @@ INDEXED_PARTS_MAX = 1_000_000
 
 
 def parts_of(tokens: int, block_tokens: int) -> int:
-    """How many part keys a prompt of so many tokens has."""
+    """How many part keys so many tokens of a block have."""
     return min(tokens, block_tokens - 1) // PART_TOKENS
 
 
@@ -47,20 +48,21 @@ def extend_part_keys(
     tokens: bytes,
     follow: Callable[[bytes, bytes], bytes],
 ) -> None:
-    """Append to `keys`, the first ones of a prompt, until they are `count`. `tokens` are the
-    prompt's first ones as little-endian uint32, `follow` gives the key of tokens after a key."""
+    """Append to `keys`, the first ones of a block, until they are `count`. `tokens` are the block's
+    first ones as little-endian uint32, `follow` gives the key of tokens after a key."""
     key = keys[-1] if keys else root
     for at in range(len(keys) * _PART_BYTES, count * _PART_BYTES, _PART_BYTES):
         key = follow(key, tokens[at : at + _PART_BYTES])
         keys.append(key)
 
 
-def part_keys(prefix: Prefix, secret: bytes = b"") -> tuple[bytes, ...]:
-    """The part keys of a prompt, 16 bytes each. `prefix` is the whole prompt, and was made with
-    this secret."""
-    first = prefix.token_bytes(0) if len(prefix) else prefix.tail.tobytes()
+def part_keys(prefix: Prefix, secret: bytes = b"", after: int = 0) -> tuple[bytes, ...]:
+    """The part keys of a prompt behind its first `after` blocks, 16 bytes each. `prefix` is the
+    whole prompt, and was made with this secret."""
+    first = prefix.token_bytes(after) if after < len(prefix) else prefix.tail.tobytes()
+    root = prefix.keys[after - 1] if after else prefix.root
     digest = digest_of(prefix.schema.hash, secret)
     count = parts_of(len(first) // TOKEN_BYTES, prefix.schema.block_tokens)
     keys: list[bytes] = []
-    extend_part_keys(keys, count, prefix.root, first, lambda key, tokens: digest(key + tokens))
+    extend_part_keys(keys, count, root, first, lambda key, tokens: digest(key + tokens))
     return tuple(keys)

@@ -66,17 +66,18 @@ class AnnouncedSpaces:
         """By what the prompts of a model are keyed; None if no engine has announced anything."""
         return self._chosen.get(model)
 
-    def namespace_of(self, model: str, asked: str) -> str | None:
+    def namespace_of(self, model: str, asked: str, salt: str = "") -> str | None:
         """What the pool's keys have for the namespace that a request or an event names: nothing,
-        `lora:` and an adapter, or another one, which is taken as it is. None for an adapter that no
-        engine of the model has announced, though some have a key space. Safe in any thread."""
+        `lora:` and an adapter, or another one, which is taken as it is; and for its salt. None for
+        an adapter that no engine of the model has announced, though some have a key space, and for
+        a salt where nobody says what it becomes. Safe in any thread."""
         keyed = self._chosen.get(model)
         adapter = asked.removeprefix(ADAPTER)
         if keyed is None or (asked and adapter == asked):
-            return asked
+            return None if salt else asked
         if adapter and adapter not in keyed.space.adapters:
             return None
-        return keyed.space.namespace_of(adapter)
+        return keyed.space.namespace_of(adapter, salt)
 
     def node_of(
         self, model: str, engine: str, at_host: Sequence[str]

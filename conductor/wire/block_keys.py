@@ -29,10 +29,12 @@ _KEY = np.dtype((np.void, KEY_BYTES))  # void, as numpy's bytes type would strip
 
 
 class PromptKeys(NamedTuple):
-    """The keys of a prompt's full blocks, and of its first tokens in parts: 16 bytes each."""
+    """The keys of a prompt's full blocks, and of its tokens behind the first `after` blocks in
+    parts: 16 bytes each."""
 
     blocks: tuple[bytes, ...] = ()
     parts: tuple[bytes, ...] = ()
+    after: int = 0
 
 
 def parse_keys(texts: Sequence[str], field: str = "block_keys") -> tuple[bytes, ...]:
@@ -103,9 +105,18 @@ class KeyedModels:
         keyed = self.announced.of(model)
         return self._schemas.get(model) if keyed is None else keyed.schema
 
-    def keys(self, model: str, token_ids: NDArray[np.uint32], namespace: str = "") -> PromptKeys:
+    def keys(
+        self,
+        model: str,
+        token_ids: NDArray[np.uint32],
+        namespace: str = "",
+        held: Callable[[Sequence[bytes]], int] = lambda _: 0,
+        *,
+        salt: str = "",
+    ) -> PromptKeys:
         """The keys of a prompt; none where the engines' key space has a secret, and for an adapter
-        that no engine has announced. Raises InvalidRequest.
+        or a salt where no engine has announced what becomes of them. `held` gives how many of the
+        leading blocks somebody has: part keys begin there. Raises InvalidRequest.
 
         131,072 tokens take 0.2 ms.
         """
@@ -115,14 +126,15 @@ class KeyedModels:
                 f"no instance of {model!r} was registered with a schema: send block_keys and "
                 "prompt_tokens"
             )
-        name = self.announced.namespace_of(model, namespace)
+        name = self.announced.namespace_of(model, namespace, salt)
         if name is None or (keyed is not None and keyed.space.secret):
             return PromptKeys()
         try:
             prefix = Prefix(schema, token_ids, name)
         except InvalidInput as error:
             raise InvalidRequest(str(error)) from error
-        return PromptKeys(prefix.keys, part_keys(prefix))
+        after = held(prefix.keys)
+        return PromptKeys(prefix.keys, part_keys(prefix, after=after), after)
 
 
 def _differing(one: KVSchema, other: KVSchema) -> str:

@@ -36,7 +36,7 @@ from .models import (
 from .pool_models import DrainReply, FlipReply, HotPrefixReply, PlanReply, ReasonReply, WishReply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -71,19 +71,25 @@ def check_id(text: str, what: str) -> str:
 
 
 def to_request(
-    body: ScheduleBody, tokens: NDArray[np.uint32] | None, models: KeyedModels
+    body: ScheduleBody,
+    tokens: NDArray[np.uint32] | None,
+    models: KeyedModels,
+    held: Callable[[Sequence[bytes]], int] = lambda _: 0,
 ) -> Request:
-    """The core's request for a body; `tokens` are its token ids, if it has any. Raises
-    InvalidRequest if the body gives a prompt in contradictory forms."""
+    """The core's request for a body; `tokens` are its token ids, if it has any, and `held` gives
+    how many leading blocks somebody has. Raises InvalidRequest if the body gives a prompt in
+    contradictory forms."""
     prompt_tokens = body.prompt_tokens
     keys = PromptKeys()
     if tokens is not None:
         if body.block_keys is not None or body.part_keys or prompt_tokens is not None:
             raise InvalidRequest("token_ids say all: send no keys and no prompt_tokens")
         prompt_tokens = len(tokens)
-        keys = models.keys(body.model, tokens, body.namespace)
-    elif body.namespace:
-        raise InvalidRequest("namespace goes with token_ids: block_keys have it in them")
+        keys = models.keys(body.model, tokens, body.namespace, held, salt=body.cache_salt)
+    elif body.namespace or body.cache_salt:
+        raise InvalidRequest(
+            "namespace and cache_salt go with token_ids: block_keys have them in them"
+        )
     elif prompt_tokens is None:
         raise InvalidRequest(
             "send token_ids, or prompt_tokens, alone or with block_keys: how long is the prompt?"
@@ -98,6 +104,7 @@ def to_request(
         prompt_tokens=prompt_tokens,
         keys=keys.blocks,
         part_keys=keys.parts,
+        parts_after=keys.after,
         objectives=Objectives(wishes.ttft_s, wishes.tbt_s),
         priority=body.priority,
         tenant=body.tenant,

@@ -150,6 +150,10 @@ class ScheduleBody(Body, frozen=True, kw_only=True):
     namespace: Annotated[
         Name, Meta(description="With token_ids: what may share blocks, as in the store.")
     ] = ""
+    cache_salt: Annotated[
+        Name,
+        Meta(description="With token_ids: of the engine's request, as it shares with no other."),
+    ] = ""
     objectives: Annotated[
         ObjectivesBody, Meta(description="Without them nothing is rejected for time.")
     ] = ObjectivesBody()

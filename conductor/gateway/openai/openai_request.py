@@ -179,8 +179,8 @@ class ClientRequest:
 
     `raw` is its body, of the type `content_type`, `fields` the same by name, each as the client
     wrote it. `follows`: the id of the response that it continues. `whole`: the decode
-    instance must compute the prompt itself, so prefill and decode can't be disaggregated. `salted`:
-    the engine salts its block keys, so the store's keys would differ.
+    instance must compute the prompt itself, so prefill and decode can't be disaggregated. `salt`:
+    the engine salts its block keys with it, so that the store's keys differ.
     """
 
     path: str
@@ -191,7 +191,7 @@ class ClientRequest:
     prompt: Prompt
     output_tokens_max: int | None
     whole: bool
-    salted: bool
+    salt: str
     own_template: bool
     wishes: Wishes
     follows: str = ""
@@ -236,7 +236,7 @@ def read_ask(path: str, raw: bytes, wishes: Wishes) -> ClientRequest:
         output_tokens_max=None if limit is None else min(max(limit, 1), TOKENS_MAX),
         whole=several or body.use_beam_search is True or body.echo is True
         or not _is_null(body.prompt_logprobs),
-        salted=bool(body.cache_salt),
+        salt=body.cache_salt or "",
         own_template=not _is_null(body.chat_template),
         wishes=wishes,
         follows=body.previous_response_id or "",
@@ -262,7 +262,7 @@ def _one_pass(
     length."""
     return ClientRequest(
         path, raw, fields, model, stream=False, prompt=Prompt(nbytes=len(raw), foreign=True),
-        output_tokens_max=1, whole=True, salted=False, own_template=False, wishes=wishes,
+        output_tokens_max=1, whole=True, salt="", own_template=False, wishes=wishes,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from ...errors import InvalidRequest
 from ...events.vllm_events import lora_namespace
 from ...records import KEYS_MAX, TOKENS_MAX
 from ...state.part_keys import part_keys
+from ...wire.models import NAME_MAX
 from ...wire.schema_text import parse_schema
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _flag = msgspec.json.Decoder(bool)
 class Sized:
     """A prompt's length and the keys of its full blocks and of its first parts, 16 bytes each; no
     keys where the gateway can't compute them. `token_ids` are set if the conductor is to make the
-    keys, in `namespace`. `how` names the source of the length."""
+    keys, in `namespace` and with `cache_salt`. `how` names the source of the length."""
 
     prompt_tokens: int
     how: How
@@ -62,6 +63,7 @@ class Sized:
     token_ids: list[int] | None = None
     part_keys: tuple[bytes, ...] = ()
     namespace: str = ""
+    cache_salt: str = ""
 
 
 class LocalTokenizer:
@@ -155,10 +157,17 @@ class _Model:
         """The length and keys of a tokenised prompt. Raises InvalidRequest for bad token ids."""
         count = min(max(len(token_ids), 1), TOKENS_MAX)
         maker = self.keys_by(keyed=keyed)
-        if ask.salted or not token_ids or maker == "none":
+        if not token_ids or maker == "none":
             return Sized(count, how)
-        if maker == "conductor":
-            return Sized(count, how, token_ids=token_ids, namespace=self.config.namespace)
+        if maker == "conductor" and len(ask.salt) <= NAME_MAX:
+            return Sized(
+                *(count, how),
+                token_ids=token_ids,
+                namespace=self.config.namespace,
+                cache_salt=ask.salt,
+            )
+        if ask.salt:  # only engines that the conductor knows say what becomes of it
+            return Sized(count, how)
         assert self.schema is not None
         try:
             prefix = Prefix(self.schema, token_ids, self.config.namespace, self.secret)

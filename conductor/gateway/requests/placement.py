@@ -181,6 +181,7 @@ class Placer:
             request,
             token_ids=sized.token_ids,
             namespace=sized.namespace,
+            cache_salt=sized.cache_salt,
             waiter=self._waiter,
             trace=trace,
         )

@@ -282,7 +282,7 @@ class TestSchedule:
         [
             ({"prompt_tokens": None}, 400, "send token_ids"),
             ({"token_ids": [1]}, 400, "token_ids say all"),
-            ({"namespace": "a"}, 400, "namespace goes with token_ids"),
+            ({"namespace": "a"}, 400, "namespace and cache_salt go with token_ids"),
             ({"request_id": ""}, 400, "request_id"),
             ({"request_id": "a/b"}, 400, "request_id"),
             ({"request_id": ".."}, 400, "means something else in a URL"),

@@ -299,6 +299,23 @@ class TestRefusals:
         assert isinstance(rejection, Rejection)
         assert (rejection.reason, rejection.overloaded) == ("no_prefill", False)
 
+    def test_who_decodes_computes_when_all_who_prefill_are_lost(self) -> None:
+        made = conductor(spec("p", Role.PREFILL), spec("d0", Role.DECODE), spec("d1", Role.DECODE))
+        made.heartbeat("d0", Load(), 100.0)
+        made.heartbeat("d1", Load(), 100.0)
+        made.tick(100.0)
+        decision = made.schedule(prompt("x"), 100.0)
+        assert isinstance(decision, Decision)
+        assert decision.prefill == decision.decode
+        assert (decision.decode in ("d0", "d1"), decision.placement) == (True, "no_prefill")
+        assert decision.left_out["lost"] == 1
+        tell(made, "x", "first_token", "finished", now=101.0)
+        assert nothing_is_promised(made)
+        made.heartbeat("p", Load(), 102.0)
+        decision = made.schedule(prompt("y"), 102.0)
+        assert isinstance(decision, Decision)
+        assert decision.prefill == "p"
+
     def test_an_objective_that_cannot_be_met(self) -> None:
         made = conductor(spec("a"))
         strict = prompt("x", 64, objectives=Objectives(ttft_s=0.05))

@@ -129,6 +129,28 @@ def test_blocks_count_more_than_parts_and_parts_where_there_are_no_blocks() -> N
     assert (decision.prefill, decision.cached_tokens) == ("i1", 1024)
 
 
+def test_parts_behind_the_last_block_that_is_held_count_where_that_is() -> None:
+    """A conversation's next prompt: the engine has the last one to within its own block."""
+    core, dice = conductor(3, part_tokens=128), random.Random(4)
+    prompt = text(dice, 2000)
+    prefix = SCHEMA.prefix(prompt)
+    parts = part_keys(prefix, after=2)
+    for name, blocks in (("i0", 2), ("i1", 1)):
+        core.apply(Added(name, "hbm", prefix.keys[:blocks]), 0.0)
+        core.apply(Added(name, "hbm", parts[:20], parts=True), 0.0)
+    request = Request("r", "m", len(prompt), prefix.keys, part_keys=parts, parts_after=2)
+    decision = placed(core, request, 0.0)
+    assert (decision.prefill, decision.cached_tokens) == ("i0", 1024 + 256)
+    assert decision.available_tokens == 1024 + 256
+    shown = {one.instance: one.terms["cached_part_tokens"] for one in decision.candidates}
+    assert shown == {"i0": 1280.0, "i1": 0.0, "i2": 0.0}
+    flight = core.ledger.get("r")
+    assert flight is not None
+    assert (flight.prefill_tokens, flight.reported_tokens) == (720, 1280)
+    core.observe(RequestEvent("r", "prefill_done"), 1.0)
+    assert core.parts.index.match(parts).runs[0].stop == 20, "no parts are guessed there"
+
+
 def test_a_larger_block_of_the_engine_is_reused_as_a_whole() -> None:
     core, dice = conductor(1, part_tokens=128), random.Random(3)
     prompt = text(dice, 300)

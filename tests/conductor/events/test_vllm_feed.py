@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import itertools
 import json
+import socket
 import threading
 import zlib
 from collections import deque
@@ -20,7 +22,7 @@ from kvsupport import wait_until
 
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.errors import InvalidRequest
-from tiffin.conductor.events import sequence_numbers
+from tiffin.conductor.events import sequence_numbers, vllm_feed
 from tiffin.conductor.events.block_regrouper import EngineChain, EngineRemoved, EngineStored, Folder
 from tiffin.conductor.events.index_updates import NODE_TIERS, Added
 from tiffin.conductor.events.routed_blocks import ROUTED_S
@@ -156,10 +158,35 @@ def test_adapters_are_namespaces_and_other_keys_are_nobodys() -> None:
         (event,) = reader.read(payload(stored(prompt, **fields)))
         assert isinstance(event, EngineStored)
         assert event.namespace == namespace
-    nobody = EventReader(lambda name: None)
+    nobody = EventReader(lambda name, salt: None)
     (event,) = nobody.read(payload(lora))
     assert isinstance(event, EngineStored)
     assert event.namespace is None
+
+
+def test_a_salt_is_what_the_first_block_has_beside_the_adapter() -> None:
+    prompt = list(range(48))
+    names = hashes(prompt)
+    reader = EventReader(lambda name, salt: f"{name}/{salt}")
+    for extra, namespace in (
+        ([["pepper"], None, None], "/pepper"),
+        ([["sql", "pepper"], ["sql"], ["sql"]], "sql/pepper"),
+    ):
+        adapter = "sql" if "sql" in extra[0] else None
+        (event,) = reader.read(payload(stored(prompt, lora_name=adapter, extra_keys=extra)))
+        assert event == EngineStored(names, None, token_bytes(prompt), PART, "hbm", namespace)
+    # An image in the first block, two texts, and what comes behind another block are no salt.
+    for first in ([["image", 3]], ["one", "two"]):
+        (event,) = reader.read(payload(stored(prompt, extra_keys=[first, None, None])))
+        assert isinstance(event, EngineStored)
+        assert event.namespace is None
+    later = stored(prompt, parent_block_hash=7, extra_keys=[["pepper"], None, None])
+    (event,) = reader.read(payload(later))
+    assert isinstance(event, EngineStored)
+    assert event.namespace is None
+    (event,) = EventReader().read(payload(stored(prompt, extra_keys=[["pepper"], None, None])))
+    assert isinstance(event, EngineStored)
+    assert event.namespace is None, "nobody has said what becomes of it"
 
 
 def test_an_offloading_connector_may_name_blocks_only() -> None:
@@ -375,6 +402,29 @@ def test_what_does_not_count_is_named_once_in_the_log_and_counted(
     assert len(said) == 3
 
 
+def test_a_live_port_that_is_dead_is_told_though_replays_come(
+    world: World, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_feed, "_LOOK_S", 0.02)
+    monkeypatch.setattr(vllm_feed, "_DEAF_S", 0.2)
+    engine, other, prompt = start(), start(), list(range(80))
+    with socket.socket() as taken:  # nobody speaks ZeroMQ there
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        dead = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        engine.publish(stored(prompt))
+        world.feed.follow(dataclasses.replace(engine.publisher(), endpoint=dead))
+        world.feed.follow(other.publisher("other"))
+        other.wait_for_subscriber()
+        world.await_held(prompt, 1)  # from the replay
+        wait_until(lambda: world.feed.unheard() == {"engine": dead}, "it is told")
+    world.feed.follow(engine.publisher())
+    engine.wait_for_subscriber()
+    wait_until(lambda: world.feed.unheard() == {}, "it is heard")
+    other._pub.close()
+    wait_until(lambda: "other" in world.feed.unheard(), "it was lost")
+
+
 def test_an_engine_is_followed_from_before_the_feed_to_its_departure(
     world: World, start: Callable[..., Engine]
 ) -> None:
@@ -487,6 +537,10 @@ class TestWhatVllmSent:
     def keys(self, *prompts: Sequence[int]) -> set[bytes]:
         return {key for prompt in prompts for key in self.SCHEMA.prefix(prompt).keys}
 
+    def tail(self, prompt: Sequence[int]) -> tuple[bytes, ...]:
+        prefix = self.SCHEMA.prefix(prompt)
+        return part_keys(prefix, after=len(prefix))
+
     def test_keys_are_those_of_the_prompts(self) -> None:
         after = [keys for keys, _ in self.folded()]
         assert after[0] == self.keys(self.FIRST)
@@ -500,7 +554,10 @@ class TestWhatVllmSent:
         after = [set(folder.starts.keys()) for _, folder in self.folded()]
         assert after[0] == set(part_keys(self.SCHEMA.prefix(self.FIRST)))  # the second shares them
         assert after[1] == after[2] == after[0]
-        assert len(after[4]) == 3 * 31
+        # Of two others 1,500 tokens: 476 behind two blocks, of which the engine has 384.
+        tails = {key for p in self.OTHERS[:2] for key in self.tail(p)[:24]}
+        assert tails < after[4]
+        assert len(after[4] - tails) == 3 * 31
         assert (len(after[7]), len(after[8])) == (0, 8)
 
     def test_nothing_is_left_over(self) -> None:

@@ -769,7 +769,13 @@ class TestTokenizing:
         model = ModelConfig(tokenizer=str(folder), schema_file=str(tmp_path / "schema"))
         salted = ask({"prompt": [1, 2, 3, 4], "cache_salt": "s"})
         sized, _ = size(GatewayConfig(default=model), salted)
-        assert (sized.prompt_tokens, sized.keys) == (4, ())
+        assert (sized.prompt_tokens, sized.keys, sized.token_ids) == (4, (), None)
+        model = ModelConfig(tokenizer=str(folder))
+        sized, _ = size(GatewayConfig(default=model), salted, keyed=True)
+        assert (sized.token_ids, sized.cache_salt) == ([1, 2, 3, 4], "s")
+        long = ask({"prompt": [1, 2, 3, 4], "cache_salt": "s" * 2000})
+        sized, _ = size(GatewayConfig(default=model), long, keyed=True)
+        assert (sized.token_ids, sized.cache_salt) == (None, "")
 
     def test_chats_by_the_models_template(self, folder: Path) -> None:
         pytest.importorskip("transformers")

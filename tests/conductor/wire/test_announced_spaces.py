@@ -42,9 +42,29 @@ def test_prompts_have_the_keys_that_the_engines_connector_makes() -> None:
             namespace = told.namespace_of(asked.removeprefix("lora:"))
         wanted = Prefix(ENGINES, TOKENS, namespace)
         found = models.keys("served", TOKENS, asked)
-        assert found == (wanted.keys, part_keys(wanted))
+        assert found == (wanted.keys, part_keys(wanted), 0)
         assert found == models.keys("alias", TOKENS, asked)
-    assert models.keys("served", TOKENS, "lora:unknown") == ((), ())
+        adapter = asked[5:] if ":" in asked else ""
+        salted = Prefix(ENGINES, TOKENS, told.namespace_of(adapter, "pepper"))
+        keys = models.keys("served", TOKENS, asked, salt="pepper")
+        assert keys.blocks == (() if asked == "explicit" else salted.keys)
+    assert models.keys("served", TOKENS, "lora:unknown") == ((), (), 0)
+
+
+def test_without_an_announcement_nobody_knows_what_becomes_of_a_salt() -> None:
+    models = KeyedModels()
+    models.learn("served", ENGINES, set)
+    assert models.keys("served", TOKENS).blocks
+    assert models.keys("served", TOKENS, salt="pepper").blocks == ()
+
+
+def test_part_keys_begin_behind_what_somebody_has() -> None:
+    models = KeyedModels()
+    models.announced.announced("n", [space()])
+    wanted = Prefix(ENGINES, TOKENS[:39], SPACE.namespace_of())
+    for held in (0, 2, 4):
+        found = models.keys("served", TOKENS[:39], held=lambda keys, held=held: held)
+        assert found == (wanted.keys, part_keys(wanted, after=held), held)
 
 
 def test_a_space_goes_before_the_schema_of_a_registration_and_leaves_it() -> None:
@@ -65,7 +85,7 @@ def test_a_space_goes_before_the_schema_of_a_registration_and_leaves_it() -> Non
 def test_a_secret_is_said_and_gives_no_keys() -> None:
     models = KeyedModels()
     models.announced.announced("n", [space(secret=secret_name(b"0123456789abcdef"))])
-    assert models.keys("served", TOKENS) == ((), ())
+    assert models.keys("served", TOKENS) == ((), (), 0)
     assert models.announced.notes() == [
         f"the keys of {name} have a secret: send block_keys" for name in ("alias", "served")
     ]
