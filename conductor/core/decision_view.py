@@ -221,7 +221,7 @@ class View:
         assert spec is not None
         before = after * spec.block_tokens
         # An engine computes the last token, and so the part that it is in.
-        keys = request.part_keys[: (request.prompt_tokens - 1 - before) // PART_TOKENS]
+        keys = request.part_keys[: max(0, request.prompt_tokens - 1 - before) // PART_TOKENS]
         match = self._parts.match(keys)
         if not match.runs:
             return None

@@ -92,8 +92,9 @@ class _Engine:
         self.live = self._connect(zmq.SUB, publisher.endpoint)
         # Since when nobody answers there as a publisher does.
         self.deaf_since: float | None = now
-        self._ears = self.live.get_monitor_socket(_CONNECTED | _LOST)
+        self._ears: zmq.Socket[bytes] | None = None
         try:
+            self._ears = self.live.get_monitor_socket(_CONNECTED | _LOST)
             self.live.setsockopt(zmq.SUBSCRIBE, publisher.topic.encode())
             self.replay: zmq.Socket[bytes] | None = None
             if publisher.replay:
@@ -108,11 +109,14 @@ class _Engine:
             self.replay.close()
 
     def _close_live(self) -> None:
-        self.live.disable_monitor()
+        if self._ears is not None:  # the context waits for the end of every socket
+            self.live.disable_monitor()
+            self._ears.close(linger=0)
         self.live.close()
 
     def listen(self, now: float) -> None:
         """Find out whether the publisher is connected."""
+        assert self._ears is not None
         with contextlib.suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._ears, zmq.NOBLOCK)["event"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from directory.ports import free_port
 from kvsupport import TIFFIN, wait_until
@@ -38,27 +39,35 @@ PROMPTS, PROMPT_TOKENS = 10, 3 * BLOCK + 100
 
 @dataclass
 class Fleet:
-    """The engines by the name of their instance, and of their node; and the conductor."""
+    """The engines by the name of their instance, and of their node; and the conductor at `url`."""
 
     engines: dict[str, Vllm]
     conductor: ConductorClient
+    url: str
 
-    def predicted(self, request_id: str, ids: list[int]) -> tuple[str, int]:
-        """Where a prompt is to be computed, and how many tokens will be found there."""
-        asked = Request(request_id, MODEL, len(ids))
-        decision = self.conductor.schedule(asked, token_ids=ids)
+    def decided(
+        self, request_id: str, ids: list[int], *, salt: str = "", but: str = ""
+    ) -> DecisionReply:
+        """The decision of a prompt that may not be computed at the engine `but`."""
+        asked = Request(request_id, MODEL, len(ids), exclude=(but,) if but else ())
+        decision = self.conductor.schedule(asked, token_ids=ids, cache_salt=salt)
         assert isinstance(decision, DecisionReply), decision
+        return decision
+
+    def predicted(self, request_id: str, ids: list[int], salt: str = "") -> tuple[str, int]:
+        """Where a prompt is to be computed, and how many tokens will be found there."""
+        decision = self.decided(request_id, ids, salt=salt)
         return decision.prefill, decision.cached_tokens
 
-    def known(self, request_id: str, ids: list[int]) -> int:
+    def known(self, request_id: str, ids: list[int], salt: str = "") -> int:
         """The tokens that would be found, by a decision that is taken back."""
-        _, tokens = self.predicted(request_id, ids)
+        _, tokens = self.predicted(request_id, ids, salt)
         self.conductor.observe_many([RequestEvent(request_id, "cancelled")])
         return tokens
 
     def ask(self, request_id: str, ids: list[int], **more: Any) -> tuple[str, int, int]:
         """Ask where the conductor says. Returns where, and the tokens predicted and found."""
-        engine, predicted = self.predicted(request_id, ids)
+        engine, predicted = self.predicted(request_id, ids, more.get("cache_salt", ""))
         found = self.found_at(engine, ids, **more)
         self.conductor.observe_many([RequestEvent(request_id, "finished")])
         return engine, predicted, found
@@ -117,7 +126,7 @@ def fleet(pool: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ite
         for one in engines.values():
             one.add_to(client, PROFILE)
         wait_until(lambda: all(one.node for one in client.instances()), "nodes", PATIENCE_S)
-        yield Fleet(engines, client)
+        yield Fleet(engines, client, url)
 
 
 def test_nodes_and_fetches_are_found_out(fleet: Fleet, pool: dict[str, Any]) -> None:
@@ -145,3 +154,68 @@ def test_what_is_found_is_what_was_predicted(fleet: Fleet) -> None:
     print(rows)
     assert all(abs(predicted - found) <= PAGE for _, predicted, found in rows), rows
     assert sum(found for *_, found in rows) >= PROMPTS * 3 * BLOCK
+
+
+def test_tenants_with_salts_share_nothing_and_each_finds_its_own(fleet: Fleet) -> None:
+    ids = prompt(100, PROMPT_TOKENS)
+    for salt in ("", "acme", "emca"):
+        assert fleet.ask(f"first-{salt}", ids, cache_salt=salt)[1:] == (0, 0)
+        wait_until(
+            lambda salt=salt: fleet.known(f"known-{salt}", ids, salt) >= 3 * BLOCK,  # type: ignore[misc]
+            "all is saved, and known",
+            PATIENCE_S,
+        )
+    for salt in ("", "acme", "emca"):
+        _, predicted, found = fleet.ask(f"again-{salt}", ids, cache_salt=salt)
+        assert found >= 3 * BLOCK
+        assert abs(predicted - found) <= PAGE
+    assert fleet.known("other", ids, "of nobody") == 0
+
+
+def test_what_lies_at_another_node_is_fetched_when_it_is_decided(
+    fleet: Fleet, pool: dict[str, Any]
+) -> None:
+    ids = prompt(200, PROMPT_TOKENS)
+    engine, _, _ = fleet.ask("first-fetch", ids)
+    wait_until(lambda: fleet.known("k", ids) >= 3 * BLOCK, "all is saved, and known", PATIENCE_S)
+    decision = fleet.decided("fetch", ids, but=engine)
+    assert decision.prefill != engine
+    assert [one.stop - one.start for one in decision.fetches] == [3]
+    assert decision.fetch_within_s is not None
+    told = {"tiffin": {"fetched": 3, "within_s": decision.fetch_within_s}}
+    node = dict(zip(("a", "b"), pool["nodes"], strict=True))[decision.prefill]
+    wait_until(lambda: f"{node['name']}/dram" in holders(fleet.url, ids), "it is fetched", 30.0)
+    assert fleet.found_at(decision.prefill, ids, kv_transfer_params=told) == 3 * BLOCK
+    fleet.conductor.observe_many([RequestEvent("fetch", "finished")])
+
+
+def test_an_engine_that_starts_again_finds_what_was_predicted(fleet: Fleet) -> None:
+    prompts = [prompt(300 + number, PROMPT_TOKENS) for number in range(4)]
+    for number, ids in enumerate(prompts):
+        fleet.ask(f"before-{number}", ids)
+    wait_until(
+        lambda: all(fleet.known(f"b-{n}", ids) >= 3 * BLOCK for n, ids in enumerate(prompts)),
+        "all is saved, and known",
+        PATIENCE_S,
+    )
+    for one in fleet.engines.values():
+        one.kill_all()
+        one.start()
+    for one in fleet.engines.values():
+        one.wait()
+    wait_until(
+        lambda: all(
+            one.status == "ready" and one.node and one.keyed for one in fleet.conductor.instances()
+        ),
+        "they are back",
+        PATIENCE_S,
+    )
+    rows = [fleet.ask(f"after-{number}", ids) for number, ids in enumerate(prompts)]
+    assert all(found >= 3 * BLOCK and predicted == found for _, predicted, found in rows), rows
+
+
+def holders(url: str, ids: list[int]) -> set[str]:
+    """Who has all whole blocks of a prompt."""
+    body = {"model": MODEL, "token_ids": ids}
+    reply = httpx.post(f"{url}/v1/blocks/match", json=body, trust_env=False).json()
+    return {one["holder"] for one in reply["holders"] if one["blocks"] == len(ids) // BLOCK}
