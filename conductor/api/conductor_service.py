@@ -174,10 +174,11 @@ class Service:
         """Have the node of the instance that prefills a request fetch what the decision counts on
         elsewhere, unless the request is held: its engine asks only when it gets to it."""
         flight = self.core.ledger.get(name)
-        if self._feeding is not None and flight is not None and not self.core.dispatch.holds(name):
-            orders = self._fetch_orders(flight.decision, flight.request.keys)
-            if orders and flight.phase is RequestPhase.PREFILL:
-                self._feeding.carry_out(orders)
+        if self._feeding is None or flight is None or flight.brought:
+            return
+        if flight.phase is RequestPhase.PREFILL and not self.core.dispatch.holds(name):
+            flight.brought = True
+            self._feeding.carry_out(self._fetch_orders(flight.decision, flight.request.keys))
 
     def _fetch_orders(self, decision: Decision, keys: Sequence[bytes]) -> list[Copy]:
         spec = self.spec(decision.prefill) if decision.fetches else None
@@ -495,8 +496,10 @@ class Service:
             return ["the conductor is stopping"]
         cluster, now = self.core.cluster, self.clock()
         if self._no_instances[0] != cluster.version:
-            able = (("prefills", cluster.prefills), ("decodes", cluster.decodes))
-            lacking = [does for does, column in able if not (cluster.ready & column).any()]
+            # Without any to prefill that is ready, those that decode compute, too.
+            prefill = cluster.prefills & (cluster.ready | (cluster.ready & cluster.decodes).any())
+            able = (("prefills", prefill), ("decodes", cluster.ready & cluster.decodes))
+            lacking = [does for does, column in able if not column.any()]
             found = [f"no instance that {does} is ready" for does in lacking]
             self._no_instances = cluster.version, found
         if now >= self._no_feeds[0] + _FEEDS_S:

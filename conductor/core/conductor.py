@@ -492,7 +492,8 @@ class Conductor:
         before = request.parts_after * block_tokens
         behind = max(0, flight.part_tokens - before) // PART_TOKENS
         parts = self.parts.reported(name, request.part_keys[:behind])
-        return max(blocks * block_tokens, before + parts * PART_TOKENS if parts else 0)
+        sure = parts and blocks >= request.parts_after
+        return max(blocks * block_tokens, before + parts * PART_TOKENS if sure else 0)
 
     def _offered(self, request: Request, computed_tokens: int | None, now: float) -> PromptSums:
         """Count a request as demand, unless it was counted before."""

@@ -91,6 +91,7 @@ class InflightRequest:
     part_tokens: int = 0  # and its first tokens there, by part keys
     reported_tokens: int = 0  # of both, the first ones that its engine has reported there
     fetches: tuple[Move, ...] = ()
+    brought: bool = False  # the order to fetch these was given to a node
     handover: tuple[Move, ...] = ()
     prefilled_s: float = 0.0  # from the decision to the end of the prefill, as predicted
     handover_s: float = 0.0  # from the end of the prefill until it can be decoded

@@ -24,10 +24,17 @@ from ..errors import UnknownModel
 from ..prefill.disaggregation import (
     layerwise,
 )
-from ..records import Decision, Rejection, Status
+from ..records import Decision, Rejection
 from .explain import best_of
 from .inflight_requests import InflightRequest, SecondPlace
-from .request_plan import able, cached_tokens_of, degraded_plan, plan_request, prompt_tokens_of
+from .request_plan import (
+    able,
+    cached_tokens_of,
+    degraded_plan,
+    left_alone,
+    plan_request,
+    prompt_tokens_of,
+)
 from .silence import silent
 from .transfer_bookings import fetched_moves, handed_over_moves
 
@@ -69,7 +76,7 @@ def decide(parts: Parts, request: Request, now: float) -> Accepted | RefusedRequ
     """Decide where a request runs, or why it is rejected. Raises UnknownModel, and InvalidRequest
     for a priority class that does not exist and for objectives out of range."""
     prefill, decode = able(parts, request)
-    if not len(decode) or not (len(prefill) or _left_alone(parts, request.model)):
+    if not len(decode) or not (len(prefill) or left_alone(parts, request.model)):
         return _nobody(parts, request, now, "no_decode" if len(prefill) else "no_prefill")
     plan = plan_request(parts, request, prefill, decode, now)
     outlook = Outlook(request, plan.forecast)
@@ -94,12 +101,6 @@ def decide(parts: Parts, request: Request, now: float) -> Accepted | RefusedRequ
     if not verdict.admitted:
         return _refused(parts, request, plan, verdict, now)
     return Accepted(_flight(parts, request, plan, verdict, now), verdict, plan)
-
-
-def _left_alone(parts: Parts, model: str) -> bool:
-    """Whether all instances that prefill a model are lost or leave: who decodes computes, too."""
-    absent = parts.view.absent(model, prefill=True)
-    return bool(absent.keys() & {Status.LOST.value, Status.DRAINING.value})
 
 
 def _flight(

@@ -134,6 +134,15 @@ def able(parts: Parts, request: Request) -> tuple[Rows, Rows]:
     return prefill, decode
 
 
+def left_alone(parts: Parts, model: str) -> bool:
+    """Whether all instances that prefill a model are lost or leave: who decodes computes, too."""
+    cluster = parts.cluster
+    return not len(parts.view.rows(model, prefill=True)) and any(
+        spec is not None and spec.model == model and bool(cluster.prefills[row])
+        for row, spec in enumerate(cluster.specs)
+    )
+
+
 def plan_request(
     parts: Parts, request: Request, prefill: Rows, decode: Rows, now: float
 ) -> RequestPlan:
@@ -350,7 +359,8 @@ def degraded_plan(
     prefill, decode = able(parts, request)
     if "local_prefill" in steps:
         prefill = decode = np.intersect1d(prefill, decode, assume_unique=True)
-    if not len(prefill) or not len(decode):
+    alone = "local_prefill" not in steps and left_alone(parts, request.model)
+    if not len(decode) or not (len(prefill) or alone):
         return None
     plan = plan_request(parts, request, prefill, decode, now)
     if "local_prefill" in steps:

@@ -257,7 +257,9 @@ def _salt(event: BlockStored) -> str:
     """The salt of a prompt that begins with the event's first block: the only text beside the
     adapter's name among what that block depends on; images are pairs, embeddings bytes."""
     extra = event.extra_keys[0] if event.extra_keys and event.parent_block_hash is None else None
-    texts = [one for one in extra or () if isinstance(one, str) and one != event.lora_name]
+    texts = [one for one in extra or () if isinstance(one, str)]
+    if event.lora_name in texts:
+        texts.remove(event.lora_name)
     return texts[0] if len(texts) == 1 else ""
 
 

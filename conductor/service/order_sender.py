@@ -84,6 +84,8 @@ class OrderCarrier:
         # A thread pool of their own: one evacuation may take ten minutes, and copies should not
         # wait for four of them.
         self._slow = ThreadPoolExecutor(threads, thread_name_prefix="tiffin-evacuations")
+        # So have fetches: an engine waits for them, and not for long.
+        self._quick = ThreadPoolExecutor(threads, thread_name_prefix="tiffin-fetches")
         self._lock = threading.Lock()
         # Outcomes for `finished`. If the caller does not fetch them, only the latest are kept, and
         # it takes the other orders for lost after a timeout.
@@ -106,6 +108,7 @@ class OrderCarrier:
                 self._report(Ended(order.number, error=why))
                 continue
             threads = self._slow if isinstance(order, Evacuate) else self._threads
+            threads = self._quick if order.number == UNWATCHED else threads
             try:
                 threads.submit(self._run, order)
             except RuntimeError:  # another thread has just called `close`
@@ -137,6 +140,7 @@ class OrderCarrier:
         self._engine.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._slow.shutdown(wait=True, cancel_futures=True)
+        self._quick.shutdown(wait=True, cancel_futures=True)
 
     # -- in threads --------------------------------------------------------------------------------
 
@@ -249,4 +253,5 @@ class OrderCarrier:
         with self._lock:
             if outcome.error:
                 self._failures[outcome.error] = self._failures.get(outcome.error, 0) + 1
-            self._ended.append(outcome)
+            if outcome.number != UNWATCHED:
+                self._ended.append(outcome)

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible(*, handled: bool = False) -> Iterator[None]:
     """SIGTERM, and a SIGINT that the shell has made ignored, are a Ctrl-C; the first one begins an
     orderly stop, which only another Ctrl-C cuts short. One whose exception somebody's code has
-    swallowed is raised at the end."""
+    swallowed is raised at the end, unless the caller has `handled` it."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     interrupted = False
 
@@ -29,7 +29,7 @@ def interruptible() -> Iterator[None]:
         signal.signal(number, interrupt)
     try:
         yield
-        if interrupted:
+        if interrupted and not handled:
             raise KeyboardInterrupt
     finally:
         for number, handler in before.items():

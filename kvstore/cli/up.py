@@ -88,7 +88,7 @@ def up(
     )
     local = LocalPool(options)
     killed: list[str] = []
-    with interruptible():
+    with interruptible(handled=True):
         try:
             local.start(_tell)
             _announce(local, as_json)

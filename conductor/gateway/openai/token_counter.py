@@ -131,8 +131,9 @@ class Counter:
             if line.startswith(b"data:"):
                 before = self.tokens
                 event = self._read(line[5:].strip())
-                self.events += self.tokens > before
-                if self._hides_usage and event is not None and _only_usage(event):
+                counts_only = event is not None and _only_usage(event)
+                self.events += self.tokens > before and not counts_only
+                if self._hides_usage and counts_only:
                     ahead, _, behind = whole.partition(line)
                     whole = ahead + behind.lstrip(b"\r\n")
         return whole
@@ -190,7 +191,8 @@ def usage_in(body: bytes) -> Usage:
 
 def _only_usage(event: _Event) -> bool:
     """Whether this is the event before [DONE] that `stream_options.include_usage` adds."""
-    return event.usage is not None and not event.choices and not event.type
+    plain = not event.choices and not event.type and bytes(event.error) == b"null"
+    return plain and event.usage is not None
 
 
 def _status(error: Raw) -> int:

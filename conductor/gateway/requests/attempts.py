@@ -67,6 +67,7 @@ class Attempts:
         self._running_on: InstanceRoute | None = None  # where it counts as running
         self._conductor = ""  # the URL of the conductor that has placed it, if it is one of several
         self._prefill_told = False
+        self._raced_by_other = False  # another route than the decision's answers
 
     @property
     def decodes(self) -> str:
@@ -129,8 +130,10 @@ class Attempts:
         """Report the request's end to the conductor, if the conductor has placed it or may have,
         and what of the prompt was cached where it was computed."""
         if self.report is not None:
-            handed = self.route is not None and handed_over(self.ask, self.route)
-            self.report.end(how, None if handed else found_tokens)
+            other = self._raced_by_other or (
+                self.route is not None and handed_over(self.ask, self.route)
+            )
+            self.report.end(how, None if other else found_tokens)
         elif self._placed:
             self._cancel()
 
@@ -238,6 +241,7 @@ class Attempts:
         """Record that the answer begins on route `number`: response headers, metrics, and the
         report of the first token."""
         self.route = route = placed.routes[number]
+        self._raced_by_other = number > 0
         self.degraded = self.degraded or bool(placed.model)
         self._describe(placed, route)
         self._span.set(

@@ -93,7 +93,9 @@ class Running:
         try:
             fetched = placement.fetched if route is placement.routes[0] else None
             if not handed_over(ask, route):
-                return await answering(fetched and engine_bodies.being_fetched(fetched))
+                # Of a request that its decode instance computes whole, the other's node fetches.
+                near = None if route.split or fetched is None else fetched
+                return await answering(near and engine_bodies.being_fetched(near))
             handoff = self._config.model(ask.model).handoff
             if engine_bodies.stored_tokens(ask, handoff, route.prefill.block_tokens) == 0:
                 await prefilled(route, None)  # there is no block to hand over

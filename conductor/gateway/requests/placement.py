@@ -309,7 +309,7 @@ class Placer:
         if not self._config.fallback or self._last.full(placed.routes[0].names):
             raise self._refusal(why)
         self._metrics.fallbacks.labels(why).inc()
-        return placed
+        return replace(placed, fetched=None)  # nobody was told to
 
     def _refusal(self, why: str) -> Refusal:
         self._metrics.not_placed.labels(why).inc()

@@ -22,6 +22,7 @@ _NAME = "tiffin"
 # What a prompt of a million tokens has in blocks of 16.
 _BLOCKS_MAX = 1 << 16
 _NODE_MAX = 1 << 31
+_WITHIN_S_MAX = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,11 @@ def promised(params: Any) -> Promise:
     _check("number of blocks", blocks, _BLOCKS_MAX)
     fetched, within_s = told.get("fetched", 0), told.get("within_s", 0.0)
     _check("number of blocks", fetched, _BLOCKS_MAX)
-    if isinstance(within_s, bool) or not isinstance(within_s, int | float) or not within_s >= 0:
+    if (
+        isinstance(within_s, bool)
+        or not isinstance(within_s, int | float)
+        or not 0 <= within_s <= _WITHIN_S_MAX
+    ):
         raise InvalidInput(f"kv_transfer_params: {within_s!r} is no time in seconds")
     return Promise(blocks, prefilling, node, fetched, float(within_s))
 

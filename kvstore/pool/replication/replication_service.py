@@ -20,7 +20,7 @@ from tiffin.messenger.budget import Priority
 
 from ...connection.node_link import LocalLink
 from ...deadlines import until_s
-from ...errors import Draining, NodeUnavailable, TiffinError
+from ...errors import Draining, NodeUnavailable, NoRoom, TiffinError
 from ...node.core import messages
 from ...node.core.node_core import split_keys
 from ..replica_choice import place
@@ -100,8 +100,11 @@ class Caretaker:
         self._watch = PinWatch()
         self.returning = Returning(node, directory, driver, number)
         self._queued = 0
+        self._unanswered = False  # a node did not answer, or not why it copied nothing
         self._counting = threading.Lock()
         self._workers = ThreadPoolExecutor(COPIERS, thread_name_prefix="tiffin-copier")
+        # Copies for which a reader comes at once do not wait for those that nobody waits for.
+        self._fetchers = ThreadPoolExecutor(COPIERS, thread_name_prefix="tiffin-fetcher")
         # An evacuation waits for other nodes' copiers: it has a thread of its own, so that two
         # nodes that evacuate to each other do not deadlock.
         self._evacuator = ThreadPoolExecutor(1, thread_name_prefix="tiffin-evacuator")
@@ -117,6 +120,7 @@ class Caretaker:
         self.returning.returned.set()
         self._driver.close()
         self._workers.shutdown(wait=True, cancel_futures=True)
+        self._fetchers.shutdown(wait=True, cancel_futures=True)
         self._evacuator.shutdown(wait=True, cancel_futures=True)
         self._thread.join()
         self._home.close()
@@ -138,7 +142,8 @@ class Caretaker:
         split_keys(request.keys)  # raises InvalidInput
         if self._node.draining:
             raise Draining(f"node {self._node.name} is being drained; copy to another")
-        self._begin(self._workers, work, request.id, reply if request.wait else None)
+        threads = self._workers if request.wait else self._fetchers
+        self._begin(threads, work, request.id, reply if request.wait else None)
         if not request.wait:
             reply(messages.Done(request.id))
 
@@ -184,15 +189,18 @@ class Caretaker:
     def _empty(self, deadline: float) -> int:
         """Evacuate every block; how many of them other nodes have then. A draining node gets new
         blocks only from writers that had reserved before: the loop goes on until there are none.
-        What no node took, for lack of room or of an answer, is offered again a few times."""
+        What no node took for lack of an answer is offered again a few times."""
         elsewhere: set[bytes] = set()
         pauses = iter(OFFER_AGAIN_S)
         while rest := [key for key in resident_keys(self._node) if key not in elsewhere]:
             self._driver.nodes_now()  # a node that has just come is one to copy to
+            self._unanswered = False
             handed = self._hand_over(chains_of(members_of(self._node, rest)), deadline, spare=True)
             elsewhere.update(handed)
             if not self._node.draining or self._over(deadline):
                 break
+            if not handed and not self._unanswered:
+                break  # there is no room, or nobody
             if not handed:
                 pause_s = next(pauses, None)
                 if pause_s is None or self._closing.wait(min(pause_s, until_s(deadline))):
@@ -231,10 +239,16 @@ class Caretaker:
                 break
             rest = chain.after(done)
             pull = messages.Pull(0, rest.keys, rest.parent, rest.depth, self._number(), left_s)
+            copied = 0
             try:
-                done += int(self._driver.ask(target, pull, left_s).count)
+                copied = int(self._driver.ask(target, pull, left_s).count)
+                self._unanswered |= not copied
+            except (Draining, NoRoom) as error:
+                log.info("node %s did not copy: %s", nodes[target].name, error)
             except TiffinError as error:
+                self._unanswered = True
                 log.warning("node %s did not copy: %s", nodes[target].name, error)
+            done += copied
             if done == len(chain):
                 break
         return done
