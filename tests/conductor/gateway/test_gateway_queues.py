@@ -35,8 +35,9 @@ class Steps(asyncio.Event):
         return True
 
     def whole(self) -> None:
-        """Let one answer of one token pass: the token, the last event, and [DONE]."""
-        for _ in range(3):
+        """Let one answer of one token pass: the token, the last event, the usage that the gateway
+        has asked for, and [DONE]."""
+        for _ in range(4):
             self._steps.release()
 
 
