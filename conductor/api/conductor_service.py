@@ -184,7 +184,11 @@ class Service:
         spec = self.spec(decision.prefill) if decision.fetches else None
         if spec is None or self._feeding is None or not self._feeding.gives_orders:
             return []
-        return fetch_orders(decision.fetches, keys, spec.node)
+        return fetch_orders(decision.fetches, keys, spec.node, self._home_of)
+
+    def _home_of(self, instance: str) -> str:
+        spec = self.spec(instance)
+        return "" if spec is None else spec.node
 
     def fetch_within_s(self, decision: Decision) -> float | None:
         """See `DecisionReply`."""

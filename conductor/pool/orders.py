@@ -89,25 +89,27 @@ class Evacuate:
     timeout_s: float
 
 
-def fetch_orders(fetches: Sequence[Fetch], keys: Sequence[bytes], node: str) -> list[Copy]:
+def fetch_orders(
+    fetches: Sequence[Fetch], keys: Sequence[bytes], node: str, home_of: Callable[[str], str]
+) -> list[Copy]:
     """The orders for `node` to copy what a decision counts on at other nodes, for an engine that
-    will ask `node`. What is in another engine's HBM no node can copy."""
+    will ask `node`. What is in another engine's HBM can be copied where that saves it: `home_of`
+    gives an instance's node, or ""."""
     orders: list[Copy] = []
     for one in fetches if node else ():
-        if one.tier == "hbm" or one.source == node:
+        source = home_of(one.source) if one.tier == "hbm" else one.source
+        if source in ("", node):
             continue
         before = orders[-1] if orders else None
         part = tuple(keys[one.start : one.stop])
         if before is not None and (before.source, before.depth + len(before.keys)) == (
-            one.source,
+            source,
             one.start,
         ):
             orders[-1] = replace(before, keys=before.keys + part, nbytes=before.nbytes + one.nbytes)
             continue
         parent = keys[one.start - 1] if one.start else NO_PARENT
-        orders.append(
-            Copy(UNWATCHED, part, parent, one.start, one.source, node, one.nbytes, "fetch")
-        )
+        orders.append(Copy(UNWATCHED, part, parent, one.start, source, node, one.nbytes, "fetch"))
     return orders
 
 

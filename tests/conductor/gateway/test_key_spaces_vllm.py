@@ -159,14 +159,16 @@ def test_what_is_found_is_what_was_predicted(fleet: Fleet) -> None:
 def test_tenants_with_salts_share_nothing_and_each_finds_its_own(fleet: Fleet) -> None:
     ids = prompt(100, PROMPT_TOKENS)
     for salt in ("", "acme", "emca"):
-        assert fleet.ask(f"first-{salt}", ids, cache_salt=salt)[1:] == (0, 0)
+        salted = {"cache_salt": salt} if salt else {}
+        assert fleet.ask(f"first-{salt}", ids, **salted)[1:] == (0, 0)
         wait_until(
             lambda salt=salt: fleet.known(f"known-{salt}", ids, salt) >= 3 * BLOCK,  # type: ignore[misc]
             "all is saved, and known",
             PATIENCE_S,
         )
     for salt in ("", "acme", "emca"):
-        _, predicted, found = fleet.ask(f"again-{salt}", ids, cache_salt=salt)
+        salted = {"cache_salt": salt} if salt else {}
+        _, predicted, found = fleet.ask(f"again-{salt}", ids, **salted)
         assert found >= 3 * BLOCK
         assert abs(predicted - found) <= PAGE
     assert fleet.known("other", ids, "of nobody") == 0
@@ -177,14 +179,16 @@ def test_what_lies_at_another_node_is_fetched_when_it_is_decided(
 ) -> None:
     ids = prompt(200, PROMPT_TOKENS)
     engine, _, _ = fleet.ask("first-fetch", ids)
-    wait_until(lambda: fleet.known("k", ids) >= 3 * BLOCK, "all is saved, and known", PATIENCE_S)
+    homes = dict(zip(("a", "b"), pool["nodes"], strict=True))
+    saved = f"{homes[engine]['name']}/dram"
+    wait_until(lambda: saved in holders(fleet.url, ids), "all is saved, and known", PATIENCE_S)
     decision = fleet.decided("fetch", ids, but=engine)
     assert decision.prefill != engine
     assert [one.stop - one.start for one in decision.fetches] == [3]
     assert decision.fetch_within_s is not None
     told = {"tiffin": {"fetched": 3, "within_s": decision.fetch_within_s}}
-    node = dict(zip(("a", "b"), pool["nodes"], strict=True))[decision.prefill]
-    wait_until(lambda: f"{node['name']}/dram" in holders(fleet.url, ids), "it is fetched", 30.0)
+    fetched = f"{homes[decision.prefill]['name']}/dram"
+    wait_until(lambda: fetched in holders(fleet.url, ids), "it is fetched", 30.0)
     assert fleet.found_at(decision.prefill, ids, kv_transfer_params=told) == 3 * BLOCK
     fleet.conductor.observe_many([RequestEvent("fetch", "finished")])
 

@@ -31,22 +31,34 @@ def fetch(start: int, stop: int, source: str = "one", tier: str = "dram") -> Fet
     return Fetch(start, stop, source, tier, 100 * (stop - start), 0.01)
 
 
+def homes(instance: str) -> str:
+    return {"of one": "one", "of two": "two"}.get(instance, "")
+
+
 class TestOrders:
     def test_parts_of_one_source_are_one_order(self) -> None:
-        (order,) = fetch_orders([fetch(1, 3), fetch(3, 6, tier="nvme")], KEYS, "two")
+        (order,) = fetch_orders([fetch(1, 3), fetch(3, 6, tier="nvme")], KEYS, "two", homes)
         assert order == Copy(UNWATCHED, tuple(KEYS[1:]), KEYS[0], 1, "one", "two", 500, "fetch")
 
     def test_of_two_sources_each_has_its_own(self) -> None:
-        orders = fetch_orders([fetch(0, 2), fetch(2, 6, source="three")], KEYS, "two")
+        orders = fetch_orders([fetch(0, 2), fetch(2, 6, source="three")], KEYS, "two", homes)
         assert [(o.source, o.depth, o.parent) for o in orders] == [
             ("one", 0, NO_PARENT),
             ("three", 2, KEYS[1]),
         ]
 
     def test_what_no_node_can_fetch(self) -> None:
-        assert fetch_orders([fetch(0, 2, source="engine", tier="hbm")], KEYS, "two") == []
-        assert fetch_orders([fetch(0, 2, source="two")], KEYS, "two") == []
-        assert fetch_orders([fetch(0, 2)], KEYS, "") == []
+        for engine in ("unknown", "of two"):
+            hbm = fetch(0, 2, source=engine, tier="hbm")
+            assert fetch_orders([hbm], KEYS, "two", homes) == []
+
+    def test_what_is_in_an_engine_is_copied_from_its_node(self) -> None:
+        (order,) = fetch_orders([fetch(0, 2, "of one", "hbm"), fetch(2, 4)], KEYS, "two", homes)
+        assert (order.source, len(order.keys)) == ("one", 4)
+
+    def test_what_is_here_or_nowhere(self) -> None:
+        assert fetch_orders([fetch(0, 2, source="two")], KEYS, "two", homes) == []
+        assert fetch_orders([fetch(0, 2)], KEYS, "", homes) == []
 
 
 @pytest.fixture
