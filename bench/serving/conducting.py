@@ -100,7 +100,7 @@ def conductor(
     """A conductor that follows the pool's nodes by their directory, if there is one, and records
     requests to `record`. `changes`: groups of its settings. Raises ProcessFailed if it does not
     start."""
-    (folder / "profiles").mkdir(exist_ok=True)
+    (folder / "profiles").mkdir()
     (folder / "profiles" / f"{PROFILE}.json").write_bytes(profile.to_json())
     settings = folder / "conductor.json"
     settings.write_text(json.dumps({**SETTINGS, **changes}), encoding="utf-8")

@@ -70,6 +70,7 @@ class Server:
 
     def kill(self) -> None:
         """kill -9, it and what it started."""
+        self.http.close()
         os.killpg(self._child.process.pid, signal.SIGKILL)
         self._child.process.wait()
 

@@ -199,12 +199,11 @@ class Caretaker:
             elsewhere.update(handed)
             if not self._node.draining or self._over(deadline):
                 break
-            if not handed and not self._unanswered:
-                break  # there is no room, or nobody
-            if not handed:
-                pause_s = next(pauses, None)
-                if pause_s is None or self._closing.wait(min(pause_s, until_s(deadline))):
-                    break
+            if handed:
+                continue
+            pause_s = next(pauses, None) if self._unanswered else None  # else there is no room
+            if pause_s is None or self._closing.wait(min(pause_s, until_s(deadline))):
+                break
         return len(elsewhere)
 
     def _over(self, deadline: float) -> bool:
