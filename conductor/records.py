@@ -5,9 +5,9 @@ Times are seconds on the caller's monotonic clock (`now`), sizes are bytes or to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -48,6 +48,16 @@ class Objectives:
     tbt_s: float | None = None
 
 
+class PromptKeys(NamedTuple):
+    """The keys of a prompt's full blocks, and of its tokens behind the first `after` blocks in
+    parts, 16 bytes each; and the name of their key space, empty if nobody has announced it."""
+
+    blocks: tuple[bytes, ...] = ()
+    parts: tuple[bytes, ...] = ()
+    after: int = 0
+    space: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt to be scheduled.
@@ -55,9 +65,11 @@ class Request:
     `id` is unique among all in-flight requests at the core; the service composes it of the tenant
     and the tenant's id (`request_ids`). `keys` name the prompt's full blocks, in order, 16 bytes
     each (kvstore/format/keys.py); empty if only the length is known. `part_keys` name its tokens
-    behind the first `parts_after` blocks, below a block (state/part_keys.py). `priority` names a
-    class of the settings, `output_class` the caller's class for output length prediction. `tenant`
-    is the unit of fair queueing. `output_tokens` is the caller's estimate of the answer's length;
+    behind the first `parts_after` blocks, below a block (state/part_keys.py). Where the engines of
+    its model have several key spaces, these are the keys in `key_space`, and `others` those in the
+    other ones. `priority` names a class of the settings, `output_class` the caller's class for
+    output length prediction. `tenant` is the unit of fair queueing. `output_tokens` is the caller's
+    estimate of the answer's length;
     `output_tokens_max` is the length where it is cut. `exclude` are ids of instances that must not
     be chosen, such as one that has just refused the request; unknown ids are ignored.
     `first_token_from`: which instance gives the first token that counts. From "decode" it comes
@@ -79,6 +91,19 @@ class Request:
     first_token_from: Literal["prefill", "decode"] = "prefill"
     part_keys: tuple[bytes, ...] = ()
     parts_after: int = 0
+    key_space: str = ""
+    others: tuple[PromptKeys, ...] = ()
+
+    def in_space(self, keys: PromptKeys) -> Request:
+        """The request with its keys in one of the spaces, and no others."""
+        return replace(
+            self,
+            keys=keys.blocks,
+            part_keys=keys.parts,
+            parts_after=keys.after,
+            key_space=keys.space,
+            others=(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

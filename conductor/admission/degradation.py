@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from ..records import Objectives
+from ..records import Objectives, PromptKeys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,9 +58,7 @@ def after(
         )
     if "smaller_model" in steps:
         # Blocks of one model are of no use to another, and are named by other keys.
-        request = replace(
-            request, model=smaller_models[request.model], keys=(), part_keys=(), parts_after=0
-        )
+        request = replace(request.in_space(PromptKeys()), model=smaller_models[request.model])
     if "best_effort" in steps:
         request = replace(request, objectives=Objectives(), priority=lowest_class)
     return request

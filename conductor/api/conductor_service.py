@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiffin.kvstore import KVSchema
-    from tiffin.kvstore.format.key_space import KeySpace
 
     from ..core.conductor import Conductor
     from ..core.hold import Hold
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from ..service.feeds import Feeding
     from ..state.sliced_work import Work
     from ..web.metrics import Family
+    from ..wire.announced_spaces import Keyed
     from ..wire.models import ScheduleBody
 
 log = logging.getLogger("tiffin.conductor")
@@ -283,21 +283,27 @@ class Service:
             )
         if spec is not None and (anew or self.spec(instance) != spec):
             self.core.register(spec, now)
+            self._set_key_space(spec)
             for note in unmeasured([spec]):
                 log.warning("%s", note)
         self.core.heartbeat(instance, load or Load(), now)
 
     def announced(self, node: str, spaces: Sequence[bytes]) -> None:
         """The engines at a node have announced these key spaces, and no others."""
-        for model in self.models.announced.announced(node, spaces):
-            keyed = self.models.announced.of(model)
-            how = "as its instances say" if keyed is None else "by the key space of its engines"
+        models = self.models.announced.announced(node, spaces)
+        for model in models:
+            names = ", ".join(one.name for one in self.models.announced.all_of(model))
+            how = f"by the key space of its engines ({names})" if names else "as its instances say"
             log.info("prompts of %s are keyed %s", model, how)
-            for spec in self.core.cluster.specs:
-                if spec is not None and spec.model == model:
-                    self._follow(spec)
+        for spec in self.core.cluster.specs:
+            if spec is not None and spec.model in models:
+                self._follow(spec)
 
-    def home_of(self, model: str, engine: str, url: str) -> tuple[str, KeySpace] | None:
+    def _set_key_space(self, spec: InstanceSpec) -> None:
+        keyed = self.models.announced.at(spec)
+        self.core.cluster.set_key_space(spec.id, "" if keyed is None else keyed.name)
+
+    def home_of(self, model: str, engine: str, url: str) -> tuple[str, Keyed] | None:
         """The node that an engine has open, and what it has announced there, as far as is known."""
         here = [] if self._feeding is None else self._feeding.nodes_at(urlsplit(url).hostname or "")
         return self.models.announced.node_of(model, engine, here)
@@ -358,6 +364,7 @@ class Service:
     def _follow(self, spec: InstanceSpec) -> None:
         """Follow the events of an instance that another conductor reported, now or as soon as its
         schema arrives."""
+        self._set_key_space(spec)
         if self._feeding is None:
             return
         schema = self.models.schema(spec.model)

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from ..core.settings import Settings
 from ..errors import InvalidRequest, UnknownRequest
-from ..records import Decision, Rejection, Role
+from ..records import Decision, PromptKeys, Rejection, Role
 from ..state.request_ids import name_of
 from ..web.auth import Right
 from ..web.hang_ups import has_hung_up
@@ -22,7 +22,7 @@ from ..web.metrics import CONTENT_TYPE
 from ..web.time_slices import TimeSlices
 from ..wire import conversions, event_batch, models, pool_models, schedule_batch
 from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
-from ..wire.block_keys import PromptKeys, parse_keys
+from ..wire.block_keys import parse_keys
 from ..wire.decision_text import Shown
 from . import engine_routes, queue_routes
 from .decision_stream import events as stream_events
@@ -303,16 +303,22 @@ async def match(
     if (body.block_keys is None) == (tokens is None):
         raise InvalidRequest("send block_keys, or token_ids with a model")
     if body.block_keys is not None:
-        keys = PromptKeys(parse_keys(body.block_keys), parse_keys(body.part_keys, "part_keys"))
+        parts = parse_keys(body.part_keys, "part_keys")
+        spaces: tuple[PromptKeys, ...] = (PromptKeys(parse_keys(body.block_keys), parts),)
     elif body.model is None or body.part_keys:
         raise InvalidRequest("token_ids need a model, whose keys they have, and no part_keys")
     else:
         assert tokens is not None
-        keys = service.models.keys(body.model, tokens, body.namespace)
-    view = service.core.match(keys.blocks, service.clock(), keys.parts)
-    found = [models.HolderReply(**one._asdict()) for one in view.holders[:limit]]
-    asked = len(keys.blocks)
-    return answer(models.MatchReply(asked_blocks=asked, blocks=view.blocks, holders=found))
+        spaces = service.models.keys(body.model, tokens, body.namespace)
+    views = [service.core.match(one.blocks, service.clock(), one.parts) for one in spaces]
+    holders = [one for view in views for one in view.holders]
+    holders.sort(key=lambda one: (-one.blocks, -one.part_tokens))
+    reply = models.MatchReply(
+        asked_blocks=max(len(one.blocks) for one in spaces),
+        blocks=max(view.blocks for view in views),
+        holders=[models.HolderReply(**one._asdict()) for one in holders[:limit]],
+    )
+    return answer(reply)
 
 
 @_api.get("/v1/blocks/hot", **rest("blocks", Right.READ, pool_models.HotReply))

@@ -95,21 +95,22 @@ class View:
         self._seen = (-1, -1, -1)
         self._columns: Rows = np.empty((3, 0), np.int64)
         self._places = Places()
-        self._ready: dict[tuple[str, bool], _Ready] = {}
+        self._ready: dict[tuple[str, str, bool], _Ready] = {}  # by model and key space
         self._part_columns: Rows = np.empty((1, 0), np.int64)
         self._part_tokens: Rows = np.empty(0, np.int64)
-        self._part_holders: dict[str, _Ready] = {}  # by model: the rows ready to prefill
+        self._part_holders: dict[tuple[str, str], _Ready] = {}  # the rows ready to prefill
         self._absent: dict[tuple[str, bool], dict[str, int]] = {}
         self._in_dram = self._on_nvme = 0  # bit masks of all holders of that tier
         self._at_decode = 0  # and of the HBM of instances that decode
 
-    def rows(self, model: str, *, prefill: bool) -> Rows:
-        """Rows ready to prefill (or decode) this model."""
+    def rows(self, model: str, key_space: str = "", *, prefill: bool) -> Rows:
+        """Rows ready to prefill (or decode) this model, all or those of a key space."""
         self._refresh()
-        key = (model, prefill)
+        key = (model, key_space, prefill)
         found = self._ready.get(key)
         if found is None:
-            found = _Ready(self._cluster.rows_for(model, prefill=prefill), self._columns)
+            rows = self._cluster.rows_for(model, prefill=prefill, key_space=key_space)
+            found = _Ready(rows, self._columns)
             if len(found.rows):  # don't cache models without instances: requests name any number
                 self._ready[key] = found
         return found.rows
@@ -149,7 +150,7 @@ class View:
         """The input of a prefill policy: candidates `rows`, their cached blocks and queue times."""
         self._refresh()
         match = self._index.match(request.keys)
-        tiers = self._leading(match, request.model, rows)
+        tiers = self._leading(match, request, rows)
         held = tiers[2]
         part_tokens = self._cached_part_tokens(request, tiers[0], rows)
         most = int((held if part_tokens is None or held.any() else part_tokens).argmax())
@@ -183,16 +184,16 @@ class View:
             cached_part_tokens=part_tokens,
         )
 
-    def device_blocks(self, match: PrefixMatch, model: str, decode: Rows) -> Rows:
+    def device_blocks(self, match: PrefixMatch, request: Request, decode: Rows) -> Rows:
         """Leading blocks that each row that decodes has in its own HBM."""
         if not match.runs or not match.runs[0].holders & self._at_decode:
             return np.zeros(len(decode), np.int64)
-        ready = self._ready.get((model, False))
+        ready = self._ready.get((request.model, request.key_space, False))
         if ready is None or ready.rows is not decode:
             ready = _Ready(decode, self._columns)
         return ready.device_blocks(match)
 
-    def _leading(self, match: PrefixMatch, model: str, rows: Rows) -> tuple[Rows, Rows, Rows]:
+    def _leading(self, match: PrefixMatch, request: Request, rows: Rows) -> tuple[Rows, Rows, Rows]:
         """Leading blocks that each row has in HBM; in HBM or its node's DRAM; and in either of them
         or on its node's NVMe."""
         held = 0
@@ -201,7 +202,7 @@ class View:
         if not held:
             none = np.zeros(len(rows), np.int64)
             return none, none, none
-        ready = self._ready.get((model, True))
+        ready = self._ready.get((request.model, request.key_space, True))
         if ready is None or ready.rows is not rows:
             ready = _Ready(rows, self._columns)  # a subset of the ready rows: not cached
         columns = ready.columns
@@ -225,12 +226,13 @@ class View:
         match = self._parts.match(keys)
         if not match.runs:
             return None
-        held = self._part_holders.get(request.model)
+        of = request.model, request.key_space
+        held = self._part_holders.get(of)
         if held is None or held.rows is not rows:
             held = _Ready(rows, self._part_columns)
-            ready = self._ready.get((request.model, True))
+            ready = self._ready.get((*of, True))
             if ready is not None and ready.rows is rows:
-                self._part_holders[request.model] = held
+                self._part_holders[of] = held
         tokens = held.device_blocks(match) * PART_TOKENS
         if self._part_tokens.size:
             tokens -= tokens % self._part_tokens.take(rows)

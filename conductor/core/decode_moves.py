@@ -130,7 +130,11 @@ class DecodeMoves:
     def _target(self, flight: InflightRequest, now: float) -> int:
         """The row of the instance where a request can go on; -1 if there is none."""
         core, settings = self._core, self._core.settings
-        rows = core.cluster.rows_for(flight.request.model, prefill=False)
+        rows = core.cluster.rows_for(
+            flight.request.model,
+            prefill=False,
+            key_space=core.cluster.key_spaces[flight.decode_row],
+        )
         rows = rows[rows != flight.decode_row]
         if not len(rows):
             return -1

@@ -52,7 +52,7 @@ def predict(
     row = int(question.rows[choice.at])
     if len(decode) == 1 and decode[0] == row:
         return HandOver(np.zeros(1), np.zeros(1))
-    had = view.device_blocks(question.match, request.model, decode) * question.block_tokens
+    had = view.device_blocks(question.match, request, decode) * question.block_tokens
     token_bytes = int(cluster.block_bytes[row]) / question.block_tokens
     nbytes = np.maximum(request.prompt_tokens - had, 0) * token_bytes
     nbytes[decode == row] = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ from ..errors import UnknownModel
 from ..prefill.disaggregation import (
     layerwise,
 )
-from ..records import Decision, Rejection
+from ..records import Decision, PromptKeys, Rejection
 from .explain import best_of
 from .inflight_requests import InflightRequest, SecondPlace
 from .request_plan import (
@@ -74,7 +75,29 @@ class Accepted:
 
 def decide(parts: Parts, request: Request, now: float) -> Accepted | RefusedRequest:
     """Decide where a request runs, or why it is rejected. Raises UnknownModel, and InvalidRequest
-    for a priority class that does not exist and for objectives out of range."""
+    for a priority class that does not exist and for objectives out of range.
+
+    Instances with different key spaces can't read each other's blocks: each group with one space
+    has a plan of its own, and of these the first token decides.
+    """
+    if not request.others:
+        return _decide(parts, request, now)
+    own = PromptKeys(request.keys, request.part_keys, request.parts_after, request.key_space)
+    ways = [_decide(parts, request.in_space(keys), now) for keys in (own, *request.others)]
+    best = min(ways, key=_rank)
+    if isinstance(best, Accepted):
+        best.flight.asked = request  # as it may be asked again
+    return best
+
+
+def _rank(way: Accepted | RefusedRequest) -> tuple[int, int, float]:
+    """Accepted before refused, as it is before degraded, then by the time to the first token."""
+    if isinstance(way, Accepted):
+        return 0, len(way.verdict.steps), way.plan.forecast.ttft_s
+    return 1, 0, inf if (ttft_s := way.rejection.predicted_ttft_s) is None else ttft_s
+
+
+def _decide(parts: Parts, request: Request, now: float) -> Accepted | RefusedRequest:
     prefill, decode = able(parts, request)
     if not len(decode) or not (len(prefill) or left_alone(parts, request.model)):
         return _nobody(parts, request, now, "no_decode" if len(prefill) else "no_prefill")

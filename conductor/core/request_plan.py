@@ -117,10 +117,12 @@ class RequestPlan:
 
 
 def able(parts: Parts, request: Request) -> tuple[Rows, Rows]:
-    """Candidate rows for the request's prefill, and for its decode, without excluded instances. KV
+    """Candidate rows for the request's prefill, and for its decode, in its key space, without
+    excluded instances. KV
     of an unknown size would be handed over in no time: who hands over such, and does not decode,
     prefills only if all others do so as well."""
-    able = [parts.view.rows(request.model, prefill=prefill) for prefill in (True, False)]
+    of = request.model, request.key_space
+    able = [parts.view.rows(*of, prefill=prefill) for prefill in (True, False)]
     if request.exclude:
         cluster = parts.cluster
         out = [cluster.row(name) for name in request.exclude if name in cluster]

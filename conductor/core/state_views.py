@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class InstanceView:
     """The current state of an instance. `load`: requests and tokens, both those that this conductor
     placed there and those from elsewhere. `heard_s`: seconds since its last heartbeat.
-    `output_caps`: by class of priority, where its answers end for now."""
+    `output_caps`: by class of priority, where its answers end for now. `key_space`: by
+    name, of its blocks."""
 
     spec: InstanceSpec
     role: Role
@@ -27,6 +28,7 @@ class InstanceView:
     heard_s: float
     load: dict[str, float]
     output_caps: Mapping[str, int]
+    key_space: str = ""
 
 
 class Held(NamedTuple):
@@ -54,7 +56,8 @@ def instance_view(cluster: Cluster, name: str, caps: Mapping[str, int], now: flo
     load = {column: float(getattr(cluster, column)[row]) for column in columns}
     heard_s = max(0.0, now - float(cluster.heard_at[row]))
     return InstanceView(
-        cluster.spec(name), cluster.role(row), cluster.status[row], heard_s, load, caps
+        *(cluster.spec(name), cluster.role(row), cluster.status[row], heard_s, load, caps),
+        key_space=cluster.key_spaces[row],
     )
 
 

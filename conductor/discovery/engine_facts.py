@@ -29,8 +29,7 @@ from .engine_metrics import EngineMetrics, read_metrics
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tiffin.kvstore.format.key_space import KeySpace
-
+    from ..wire.announced_spaces import Keyed
     from ..wire.engine_models import EngineOptions
 
 T = TypeVar("T")
@@ -167,7 +166,7 @@ def registration(
     url: str,
     name: str,
     known: KVSchema | None,
-    home: tuple[str, KeySpace] | None = None,
+    home: tuple[str, Keyed] | None = None,
 ) -> tuple[InstanceSpec, KVSchema]:
     """What to register the engine at `url` as, under the id `name`, and the schema of its blocks:
     `known`, if other instances of the model have one. `home`: the node that it has open, and what
@@ -193,7 +192,7 @@ def registration(
     schema = known or own_schema(model, block_tokens)
     node, fetches = options.node, options.fetches
     if home is not None:
-        node, fetches = node or home[0], fetches or home[1].loads
+        node, fetches = node or home[0], fetches or home[1].space.loads
     spec = InstanceSpec(
         id=options.id or name,
         model=model,

@@ -210,8 +210,9 @@ class EngineWatch:
         check.check(url, "the engine")
         facts = await self._questions.facts(url)
         model = options.model or next(iter(facts.models), "")
-        known = self._schema(options) or self._service.models.schema(model)
         home = self._service.home_of(model, options.id or ask.place.name, url)
+        own = self._schema(options) or (None if home is None else home[1].schema)
+        known = own or self._service.models.schema(model)
         spec, schema = registration(facts, options, url, ask.place.name, known, home)
         return Answer(spec, schema, facts.metrics.load(spec.kv_capacity_tokens))
 

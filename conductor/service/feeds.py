@@ -75,9 +75,9 @@ class Feeding:
         self, spec: InstanceSpec, schema: KVSchema | None, spaces: AnnouncedSpaces
     ) -> None:
         """Follow the KV events of an instance, if its labels give an endpoint; their keys are those
-        of its `schema`, in the key space that was announced for its model, if any was. Idempotent.
-        Raises InvalidRequest for an endpoint that can't work, and without a schema, from which the
-        keys follow."""
+        of its key space, if that was announced, else of its model's `schema`. Idempotent. Raises
+        InvalidRequest for an endpoint that can't work, and without a schema, from which the keys
+        follow."""
         endpoint = spec.labels.get(EVENTS_LABEL, "")
         replay, topic = spec.labels.get(REPLAY_LABEL, ""), spec.labels.get(TOPIC_LABEL, "")
         if not endpoint:
@@ -87,14 +87,15 @@ class Feeding:
         host_of(endpoint, f"label {EVENTS_LABEL}", tcp=True)
         if replay:
             host_of(replay, f"label {REPLAY_LABEL}", tcp=True)
+        keyed = spaces.at(spec)
+        schema = schema if keyed is None else keyed.schema
         if schema is None:
             raise InvalidRequest(
                 f"the label {EVENTS_LABEL} takes a schema, of this or another instance of the "
                 "model: events tell token ids, and keys follow from them by the schema"
             )
-        keyed = spaces.of(spec.model)
-        kind = () if keyed is None else keyed.space.kind.values()
-        wanted = (endpoint, replay, topic, schema.fingerprint.hex(), *kind)
+        space = "" if keyed is None else keyed.name
+        wanted = (endpoint, replay, topic, schema.fingerprint.hex(), space)
         if self._followed.get(spec.id) == wanted:
             return
         # Imported here: only a pool with such engines needs the library.
@@ -102,12 +103,11 @@ class Feeding:
 
         if self._engines is None:
             self._engines = VllmFeed(self._inbox)
-        name_of = partial(spaces.namespace_of, spec.model)
         publisher = EventPublisher(
             *(spec.id, endpoint, EngineChain.of(schema)),
             replay=replay,
             topic=topic,
-            namespace_of=lambda adapter, salt: name_of(lora_namespace(adapter), salt),
+            namespace_of=partial(_namespace_of, spaces, spec.model, space),
         )
         self._engines.follow(publisher)
         self._followed[spec.id] = wanted
@@ -221,6 +221,16 @@ class Feeding:
                 log.warning("not taken in: %s", error)
         if len(self._inbox) and not self._closed:
             self._loop.call_soon(self._take)
+
+
+def _namespace_of(
+    spaces: AnnouncedSpaces, model: str, space: str, adapter: str, salt: str
+) -> str | None:
+    """The namespace of an engine's blocks, by its key space; called in the feed's thread."""
+    asked, keyed = lora_namespace(adapter), spaces.named(model, space)
+    if keyed is None:  # nobody says what becomes of a salt
+        return None if salt else asked
+    return keyed.namespace_of(asked, salt)
 
 
 __all__ = ["EVENTS_LABEL", "REPLAY_LABEL", "TOPIC_LABEL", "Feeding"]

@@ -118,6 +118,7 @@ class Cluster:
         self.version = 0
         self.specs: list[InstanceSpec | None] = []
         self.status: list[Status] = []
+        self.key_spaces: list[str] = []  # by name; empty where nobody has announced any
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self._models = IdAllocator()
@@ -232,13 +233,20 @@ class Cluster:
         """Forget an instance. Raises UnknownInstance."""
         row = self.row(instance)
         del self._rows[instance]
-        self.specs[row], self.status[row] = None, Status.LOST
+        self.specs[row], self.status[row], self.key_spaces[row] = None, Status.LOST, ""
         for name, (_, empty) in _COLUMNS.items():
             getattr(self, name)[row] = empty
         self.elsewhere[:, row], self.elsewhere_s[row] = 0, 0.0
         self._reports.forget(row)
         self._free.append(row)
         self.version += 1
+
+    def set_key_space(self, instance: str, name: str) -> None:
+        """Set the key space of an instance's blocks. Raises UnknownInstance."""
+        row = self.row(instance)
+        if self.key_spaces[row] != name:
+            self.version += 1
+            self.key_spaces[row] = name
 
     def set_role(self, row: int, role: Role) -> None:
         """Set the role of a row: the kind of work it gets from now on."""
@@ -307,13 +315,17 @@ class Cluster:
             getattr(self, name)[row] += amount
         self._reports.promised(row, amounts, now)
 
-    def rows_for(self, model: str, *, prefill: bool) -> NDArray[np.int64]:
-        """The rows that are ready to prefill (or decode) this model, in order."""
+    def rows_for(self, model: str, *, prefill: bool, key_space: str = "") -> NDArray[np.int64]:
+        """The rows that are ready to prefill (or decode) this model, in order: all, or those with
+        blocks in a key space."""
         number = self._models.find(model)
         if number is None:
             return np.empty(0, np.int64)
         able = self.prefills if prefill else self.decodes
-        return np.flatnonzero(self.ready & able & (self.model == number))
+        rows = np.flatnonzero(self.ready & able & (self.model == number))
+        if not key_space:
+            return rows
+        return rows[[self.key_spaces[row] == key_space for row in rows.tolist()]]
 
     def _new_row(self) -> int:
         if self._free:
@@ -323,6 +335,7 @@ class Cluster:
         row = len(self.specs)
         self.specs.append(None)
         self.status.append(Status.LOST)
+        self.key_spaces.append("")
         had = len(self.used)
         if row >= had:
             for name, (dtype, empty) in _COLUMNS.items():

@@ -1,12 +1,15 @@
 """The key spaces that engines have announced at the pool's nodes, by model. Pure.
 
-Prompts of a model are keyed by the space that most of its engines have announced; ties go to the
-one whose bytes come first, so that all conductors choose the same.
+Most models have one. During an update, or with engines whose pages differ, some have several: then
+each group of engines has keys of its own. They are ordered by how many engines have them, then by
+their bytes, so that all conductors have the same order. What was announced last is remembered when
+the last engine of a model has gone: its blocks are still in the pool.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -22,15 +25,36 @@ if TYPE_CHECKING:
 
     from tiffin.kvstore.format.schema import KVSchema
 
+    from ..records import InstanceSpec
+
+# Models whose engines have gone.
+REMEMBERED_MAX = 256
+
 # Adapters are a request's model by their own name, or by the namespace that events give them.
 ADAPTER = "lora:"
 
 
 class Keyed(NamedTuple):
-    """A key space, and its schema."""
+    """A key space, and its schema. `name`: the same for all engines whose blocks have the same
+    keys, 16 hex digits."""
 
+    name: str
     space: KeySpace
     schema: KVSchema
+
+    def namespace_of(self, asked: str, salt: str = "") -> str | None:
+        """What the pool's keys have for the namespace that a request or an event names: nothing,
+        `lora:` and an adapter, or another one, which is taken as it is; and for its salt. None for
+        an adapter that no engine has announced, for a salt with a namespace, and if the keys have a
+        secret."""
+        adapter = asked.removeprefix(ADAPTER)
+        if self.space.secret:
+            return None
+        if asked and adapter == asked:
+            return None if salt else asked
+        if adapter and adapter not in self.space.adapters:
+            return None
+        return self.space.namespace_of(adapter, salt)
 
 
 class AnnouncedSpaces:
@@ -39,12 +63,12 @@ class AnnouncedSpaces:
     def __init__(self) -> None:
         self._by_node: dict[str, tuple[KeySpace, ...]] = {}
         self._schemas: dict[str, KVSchema] = {}  # parsed, by their texts
-        self._chosen: dict[str, Keyed] = {}
+        self._of: dict[str, tuple[Keyed, ...]] = {}  # remembered ones first
         self._unreadable: dict[str, str] = {}  # by node, why one of its spaces is not used
 
     def announced(self, node: str, encoded: Sequence[bytes]) -> set[str]:
-        """All that the engines at a node have announced. Returns the models whose prompts are keyed
-        by another space from now on."""
+        """All that the engines at a node have announced. Returns the models of whose engines some
+        announce something else now."""
         spaces = []
         self._unreadable.pop(node, None)
         for data in encoded:
@@ -56,32 +80,47 @@ class AnnouncedSpaces:
                 self._unreadable[node] = str(error)
             else:
                 spaces.append(space)
+        told = self._by_node.get(node, ())
         if spaces:
             self._by_node[node] = tuple(spaces)
         else:
             self._by_node.pop(node, None)
-        return self._choose()
+        now = self._kinds()
+        gone = [(model, spaces) for model, spaces in self._of.items() if model not in now]
+        self._of = dict(gone[-REMEMBERED_MAX:]) | now
+        self._forget_schemas()
+        changed = () if tuple(spaces) == told else (*told, *spaces)
+        return {model for one in changed for model in one.models}
+
+    def forget(self, model: str) -> None:
+        """Forget what was announced for a model, unless some engine still announces it."""
+        if model in self._of and model not in self._kinds():
+            del self._of[model]
+            self._forget_schemas()
+
+    def all_of(self, model: str) -> tuple[Keyed, ...]:
+        """The key spaces of a model's engines, with the adapters of all engines that have one, that
+        of most engines first."""
+        return self._of.get(model, ())
 
     def of(self, model: str) -> Keyed | None:
-        """By what the prompts of a model are keyed; None if no engine has announced anything."""
-        return self._chosen.get(model)
+        """The key space of most engines of a model; None if no engine has announced anything."""
+        return next(iter(self.all_of(model)), None)
 
-    def namespace_of(self, model: str, asked: str, salt: str = "") -> str | None:
-        """What the pool's keys have for the namespace that a request or an event names: nothing,
-        `lora:` and an adapter, or another one, which is taken as it is; and for its salt. None for
-        an adapter that no engine of the model has announced, though some have a key space, and for
-        a salt where nobody says what it becomes. Safe in any thread."""
-        keyed = self._chosen.get(model)
-        adapter = asked.removeprefix(ADAPTER)
-        if keyed is None or (asked and adapter == asked):
-            return None if salt else asked
-        if adapter and adapter not in keyed.space.adapters:
-            return None
-        return keyed.space.namespace_of(adapter, salt)
+    def at(self, spec: InstanceSpec) -> Keyed | None:
+        """The key space of an instance's blocks: that which was announced by its name, or at its
+        node, or, if that is not clear, that of most engines of its model."""
+        spaces = self.all_of(spec.model)
+        if len(spaces) < 2:
+            return next(iter(spaces), None)
+        home = self.node_of(spec.model, spec.id, (spec.node,))
+        return next((one for one in spaces if home and one.name == home[1].name), spaces[0])
 
-    def node_of(
-        self, model: str, engine: str, at_host: Sequence[str]
-    ) -> tuple[str, KeySpace] | None:
+    def named(self, model: str, name: str) -> Keyed | None:
+        """A key space by its name. Safe in any thread."""
+        return next((one for one in self.all_of(model) if one.name == name), None)
+
+    def node_of(self, model: str, engine: str, at_host: Sequence[str]) -> tuple[str, Keyed] | None:
         """The node of an engine of this model, and what it has announced: where one of the name
         `engine` has, else the only one of the nodes `at_host` where one of the model has."""
         found = [
@@ -90,53 +129,57 @@ class AnnouncedSpaces:
             for space in spaces
             if model in space.models
         ]
-        named = [one for one in found if one[1].engine == engine]
-        here = [one for one in found if one[0] in at_host and not one[1].engine]
-        if len(named) == 1:
-            return named[0]
-        return here[0] if len({node for node, _ in here}) == 1 else None
+        home = [one for one in found if one[1].engine == engine]
+        home = home or [one for one in found if one[0] in at_host and not one[1].engine]
+        if len({(node, name_of(space)) for node, space in home}) != 1:
+            return None
+        return home[0][0], self._keyed(home[0][1])
 
     def notes(self) -> list[str]:
         """What operators should know: spaces that can't be read, models whose prompts can't be
         keyed here, and models whose engines have announced more than one space."""
         notes = [f"key spaces at {node}: {why}" for node, why in sorted(self._unreadable.items())]
-        for model, kinds in sorted(self._kinds().items()):
-            if self._chosen[model].space.secret:
+        for model, spaces in sorted(self._kinds().items()):
+            if any(one.space.secret for one in spaces):
                 notes.append(f"the keys of {model} have a secret: send block_keys")
-            if len(kinds) > 1:
-                told = [space.kind for _, space in kinds]
+            if len(spaces) > 1:
+                told = [one.space.kind for one in spaces]
                 differ = [name for name in told[0] if len({one[name] for one in told}) > 1]
                 notes.append(
-                    f"the engines of {model} have {len(kinds)} key spaces, by {', '.join(differ)}: "
-                    "only blocks of the most common one are found in the pool"
+                    f"the engines of {model} have {len(spaces)} key spaces, by "
+                    f"{', '.join(differ)}: those of one can't use the blocks of another"
                 )
         return notes
 
-    def _kinds(self) -> dict[str, list[tuple[int, KeySpace]]]:
-        """By model: the spaces with other keys, each with how many engines have it; all adapters of
-        these engines are in it."""
-        counts: dict[str, Counter[tuple[str, ...]]] = {}
-        merged: dict[tuple[str, ...], KeySpace] = {}
+    def _kinds(self) -> dict[str, tuple[Keyed, ...]]:
+        """By model: the spaces with other keys, with all adapters of the engines that have one."""
+        counts: dict[str, Counter[str]] = {}
+        merged: dict[str, KeySpace] = {}
         for space in (one for node in sorted(self._by_node) for one in self._by_node[node]):
-            kind = tuple(space.kind.values())
-            merged[kind] = _merged(merged.get(kind, space), space)
+            name = name_of(space)
+            merged[name] = _merged(merged.get(name, space), space)
             for model in space.models:
-                counts.setdefault(model, Counter())[kind] += 1
+                counts.setdefault(model, Counter())[name] += 1
         return {
-            model: [(count, merged[kind]) for kind, count in kinds.items()]
-            for model, kinds in counts.items()
+            model: tuple(
+                self._keyed(merged[name])
+                for name in sorted(names, key=lambda one: (-names[one], merged[one].encoded()))
+            )
+            for model, names in counts.items()
         }
 
-    def _choose(self) -> set[str]:
-        chosen = {}
-        for model, kinds in self._kinds().items():
-            _, space = min(kinds, key=lambda one: (-one[0], one[1].encoded()))
-            chosen[model] = Keyed(space, self._schemas[space.schema])
-        before, self._chosen = self._chosen, chosen
+    def _forget_schemas(self) -> None:
         used = {space.schema for spaces in self._by_node.values() for space in spaces}
+        used |= {one.space.schema for spaces in self._of.values() for one in spaces}
         self._schemas = {text: one for text, one in self._schemas.items() if text in used}
-        names = before.keys() | chosen.keys()
-        return {name for name in names if before.get(name) != chosen.get(name)}
+
+    def _keyed(self, space: KeySpace) -> Keyed:
+        return Keyed(name_of(space), space, self._schemas[space.schema])
+
+
+def name_of(space: KeySpace) -> str:
+    """The name of a key space (`Keyed`)."""
+    return blake2b(msgspec.json.encode(tuple(space.kind.values())), digest_size=8).hexdigest()
 
 
 def _merged(one: KeySpace, other: KeySpace) -> KeySpace:

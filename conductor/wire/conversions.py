@@ -13,12 +13,13 @@ from ..records import (
     InstanceSpec,
     Load,
     Objectives,
+    PromptKeys,
     Request,
     RequestEvent,
     Role,
 )
 from ..state.request_ids import name_of, parted
-from .block_keys import PromptKeys, parse_keys
+from .block_keys import parse_keys
 from .models import (
     ID_MAX,
     BecameReply,
@@ -80,12 +81,12 @@ def to_request(
     how many leading blocks somebody has. Raises InvalidRequest if the body gives a prompt in
     contradictory forms."""
     prompt_tokens = body.prompt_tokens
-    keys = PromptKeys()
+    spaces: Sequence[PromptKeys]
     if tokens is not None:
         if body.block_keys is not None or body.part_keys or prompt_tokens is not None:
             raise InvalidRequest("token_ids say all: send no keys and no prompt_tokens")
         prompt_tokens = len(tokens)
-        keys = models.keys(body.model, tokens, body.namespace, held, salt=body.cache_salt)
+        spaces = models.keys(body.model, tokens, body.namespace, held, salt=body.cache_salt)
     elif body.namespace or body.cache_salt:
         raise InvalidRequest(
             "namespace and cache_salt go with token_ids: block_keys have them in them"
@@ -96,8 +97,9 @@ def to_request(
         )
     else:
         blocks = parse_keys(body.block_keys or ())
-        keys = PromptKeys(blocks, parse_keys(body.part_keys, "part_keys"))
+        spaces = (PromptKeys(blocks, parse_keys(body.part_keys, "part_keys")),)
     wishes = body.objectives
+    keys, *others = spaces
     return Request(
         id=name_of(body.tenant, check_id(body.request_id, "request_id")),
         model=body.model,
@@ -105,6 +107,8 @@ def to_request(
         keys=keys.blocks,
         part_keys=keys.parts,
         parts_after=keys.after,
+        key_space=keys.space if others else "",
+        others=tuple(others),
         objectives=Objectives(wishes.ttft_s, wishes.tbt_s),
         priority=body.priority,
         tenant=body.tenant,
@@ -351,6 +355,7 @@ def instance_reply(view: InstanceView, models: KeyedModels) -> InstanceReply:
         prefix_caching=spec.prefix_caching,
         part_tokens=spec.part_tokens,
         keyed=models.schema(spec.model) is not None,
+        key_space=view.key_space,
         labels=spec.labels,
         heard_s=view.heard_s,
         load=dict(view.load),

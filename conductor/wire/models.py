@@ -474,6 +474,13 @@ class InstanceReply(Reply, frozen=True, kw_only=True):
     keyed: Annotated[
         bool, Meta(description="Whether its model has a schema, and token ids so have keys.")
     ] = False
+    key_space: Annotated[
+        str,
+        Meta(
+            description="Of those that its model's engines announce: instances with the same name "
+            "have the same keys."
+        ),
+    ] = ""
     labels: dict[str, str]
     heard_s: Annotated[float | None, Meta(description="Since its last heartbeat.")]
     load: dict[str, float | None]

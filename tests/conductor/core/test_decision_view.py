@@ -89,4 +89,4 @@ def test_models_that_nobody_serves_are_not_remembered() -> None:
         with pytest.raises(UnknownModel):
             core.schedule(Request(f"r{number}", f"model-{number}", 100), 0.0)
     core.schedule(Request("r", "m", 100), 0.0)
-    assert {model for model, _ in core._parts.view._ready} == {"m"}
+    assert {model for model, *_ in core._parts.view._ready} == {"m"}

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tiffin.conductor.records import InstanceSpec, Role
 from tiffin.conductor.state.part_keys import part_keys
 from tiffin.conductor.wire.announced_spaces import AnnouncedSpaces
 from tiffin.conductor.wire.block_keys import KeyedModels
@@ -41,21 +42,21 @@ def test_prompts_have_the_keys_that_the_engines_connector_makes() -> None:
         if asked != "explicit":
             namespace = told.namespace_of(asked.removeprefix("lora:"))
         wanted = Prefix(ENGINES, TOKENS, namespace)
-        found = models.keys("served", TOKENS, asked)
-        assert found == (wanted.keys, part_keys(wanted), 0)
-        assert found == models.keys("alias", TOKENS, asked)
+        (found,) = models.keys("served", TOKENS, asked)
+        assert found[:3] == (wanted.keys, part_keys(wanted), 0)
+        assert (found,) == models.keys("alias", TOKENS, asked)
         adapter = asked[5:] if ":" in asked else ""
         salted = Prefix(ENGINES, TOKENS, told.namespace_of(adapter, "pepper"))
-        keys = models.keys("served", TOKENS, asked, salt="pepper")
+        (keys,) = models.keys("served", TOKENS, asked, salt="pepper")
         assert keys.blocks == (() if asked == "explicit" else salted.keys)
-    assert models.keys("served", TOKENS, "lora:unknown") == ((), (), 0)
+    assert models.keys("served", TOKENS, "lora:unknown")[0].blocks == ()
 
 
 def test_without_an_announcement_nobody_knows_what_becomes_of_a_salt() -> None:
     models = KeyedModels()
     models.learn("served", ENGINES, set)
-    assert models.keys("served", TOKENS).blocks
-    assert models.keys("served", TOKENS, salt="pepper").blocks == ()
+    assert models.keys("served", TOKENS)[0].blocks
+    assert models.keys("served", TOKENS, salt="pepper")[0].blocks == ()
 
 
 def test_part_keys_begin_behind_what_somebody_has() -> None:
@@ -63,11 +64,11 @@ def test_part_keys_begin_behind_what_somebody_has() -> None:
     models.announced.announced("n", [space()])
     wanted = Prefix(ENGINES, TOKENS[:39], SPACE.namespace_of())
     for held in (0, 2, 4):
-        found = models.keys("served", TOKENS[:39], held=lambda keys, held=held: held)
-        assert found == (wanted.keys, part_keys(wanted, after=held), held)
+        (found,) = models.keys("served", TOKENS[:39], held=lambda keys, held=held: held)
+        assert found[:3] == (wanted.keys, part_keys(wanted, after=held), held)
 
 
-def test_a_space_goes_before_the_schema_of_a_registration_and_leaves_it() -> None:
+def test_a_space_goes_before_the_schema_of_a_registration_and_outlives_its_engines() -> None:
     models = KeyedModels()
     own = KVSchema.gqa(
         model="served", layers=2, kv_heads=1, head_dim=4, dtype="float32", block_tokens=8
@@ -77,7 +78,10 @@ def test_a_space_goes_before_the_schema_of_a_registration_and_leaves_it() -> Non
     models.announced.announced("node-a", [space()])
     assert models.schema("served") == ENGINES
     assert models.keys("served", TOKENS) != registered
+    announced = models.keys("served", TOKENS)
     assert models.announced.announced("node-a", []) == {"served", "alias"}
+    assert models.keys("served", TOKENS) == announced  # they are down, and their blocks are there
+    models.learn("served", own, set)  # now there are others
     assert models.schema("served") == own
     assert models.keys("served", TOKENS) == registered
 
@@ -85,38 +89,48 @@ def test_a_space_goes_before_the_schema_of_a_registration_and_leaves_it() -> Non
 def test_a_secret_is_said_and_gives_no_keys() -> None:
     models = KeyedModels()
     models.announced.announced("n", [space(secret=secret_name(b"0123456789abcdef"))])
-    assert models.keys("served", TOKENS) == ((), (), 0)
+    assert models.keys("served", TOKENS)[0].blocks == ()
     assert models.announced.notes() == [
         f"the keys of {name} have a secret: send block_keys" for name in ("alias", "served")
     ]
 
 
-def test_most_engines_decide_and_the_others_are_named() -> None:
-    spaces = AnnouncedSpaces()
-    new = space(schema=LATER.canonical_bytes().decode(), models=("served",))
+def test_engines_with_other_keys_have_their_own_and_the_most_come_first() -> None:
+    models = KeyedModels()
+    spaces = models.announced
+    new = space(schema=LATER.canonical_bytes().decode(), models=("served",), engine="new")
     old = space(models=("served",))
     spaces.announced("a", [old, old])
-    assert spaces.announced("b", [new]) == set()
+    assert spaces.announced("b", [new]) == {"served"}
     assert spaces.notes() == [
-        "the engines of served have 2 key spaces, by schema: only blocks of the most common one "
-        "are found in the pool"
+        "the engines of served have 2 key spaces, by schema: those of one can't use the blocks of "
+        "another"
     ]
-    assert spaces.announced("c", [new, new]) == {"served"}
-    keyed = spaces.of("served")
-    assert keyed is not None
-    assert keyed.schema == LATER
-    assert spaces.announced("c", []) == {"served"}  # it is lost
+    assert [one.schema for one in spaces.all_of("served")] == [ENGINES, LATER]
+    first, second = models.keys("served", TOKENS)
+    assert first.blocks == Prefix(ENGINES, TOKENS, "").keys
+    assert second.blocks == Prefix(LATER, TOKENS, "").keys
+    for instance, node, schema in (("x", "a", ENGINES), ("x", "b", ENGINES), ("new", "", LATER)):
+        spec = InstanceSpec(instance, "served", Role.MIXED, "p", node=node)
+        keyed = spaces.at(spec)
+        assert keyed is not None
+        assert keyed.schema == schema
+    spaces.announced("c", [new, new])
+    assert [one.schema for one in spaces.all_of("served")] == [LATER, ENGINES]
+    spaces.announced("a", [])  # it is lost
+    assert [one.schema for one in spaces.all_of("served")] == [LATER]
+    assert spaces.notes() == []
 
 
 def test_what_engines_of_one_space_say_of_adapters_is_put_together() -> None:
     spaces = AnnouncedSpaces()
     spaces.announced("a", [space(adapters={"sql": "1", "code": "1"})])
     spaces.announced("b", [space(adapters={"chat": "1", "code": "2"})])
-    named = {name: spaces.namespace_of("served", f"lora:{name}") for name in ("sql", "chat")}
+    (keyed,) = spaces.all_of("served")
+    named = {name: keyed.namespace_of(f"lora:{name}") for name in ("sql", "chat")}
     assert None not in named.values()
     assert len(set(named.values())) == 1  # by their weights
-    assert spaces.namespace_of("served", "lora:code") is None  # which of the two?
-    assert spaces.namespace_of("of nobody", "lora:code") == "lora:code"
+    assert keyed.namespace_of("lora:code") is None  # which of the two?
 
 
 def test_what_can_not_be_read_is_named_and_harms_nobody() -> None:

@@ -101,7 +101,7 @@ def test_keys_are_those_of_the_store() -> None:
     models, schema = KeyedModels(), schema_of()
     models.learn("m", schema, set)
     tokens = list(range(100))
-    assert models.keys("m", tokens, "acme").blocks == schema.prefix(tokens, "acme").keys
+    assert models.keys("m", tokens, "acme")[0].blocks == schema.prefix(tokens, "acme").keys
     with pytest.raises(InvalidRequest, match="send block_keys"):
         models.keys("other", tokens)
     with pytest.raises(InvalidRequest, match="namespace"):
