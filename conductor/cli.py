@@ -86,7 +86,12 @@ def conductor(
         typer.Option(help="Folder with latency profiles of your own, one JSON file each."),
     ] = None,
     directory: Annotated[
-        str, typer.Option(help="Follow the nodes of the pool at redis://HOST:PORT.", metavar="URL")
+        str,
+        typer.Option(
+            help="Follow the nodes of the pool at redis://HOST:PORT, or, without one, the nodes "
+            "at tiffin://HOST:PORT,HOST:PORT.",
+            metavar="URL",
+        ),
     ] = "",
     share: Annotated[
         str,
@@ -151,7 +156,8 @@ def conductor(
     if context.invoked_subcommand is not None:
         return
     check_log_level(log_level)
-    more = ("redis",) * bool(directory or share) + ("opentelemetry",) * bool(otlp_endpoint)
+    in_redis = any(one and not one.startswith("tiffin:") for one in (directory, share))
+    more = ("redis",) * in_redis + ("opentelemetry",) * bool(otlp_endpoint)
     with explained("conductor", *more):
         import uvloop
         from prometheus_client import disable_created_metrics

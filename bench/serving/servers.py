@@ -142,23 +142,18 @@ def vllm(
         *("--distributed-executor-backend", "uni"),
         *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "4"),
         *("--block-size", str(PAGE_TOKENS), "--num-gpu-blocks-override", str(pages)),
-        *("--kv-cache-memory-bytes", str(pages << 20), *more),
+        *("--kv-cache-memory-bytes", str(pages << 20), "--enable-prompt-tokens-details", *more),
         *(() if own_pages else ("--no-enable-prefix-caching",)),
         *(("--kv-transfer-config", json.dumps(transfer)) if pool else ()),
     ]
     return Server(name, command, port, folder)
 
 
-def gateway(conductor: str, handoff: Handoff, folder: Path, *, schema: bool = True) -> Server:
-    """`tiffin gateway`, where one instance hands over to another by the pool. Without our `schema`
-    the conductor makes the keys."""
+def gateway(conductor: str, handoff: Handoff, folder: Path) -> Server:
+    """`tiffin gateway`, where one instance hands over to another by the pool."""
     port = free_port(HOST)
-    of_model: dict[str, str] = {"handoff": handoff}
-    if schema:
-        (folder / "schema.json").write_bytes(SCHEMA.canonical_bytes())
-        of_model["schema_file"] = str(folder / "schema.json")
     config = folder / "gateway.json"
-    config.write_text(json.dumps({"models": {MODEL: of_model}}), encoding="utf-8")
+    config.write_text(json.dumps({"models": {MODEL: {"handoff": handoff}}}), encoding="utf-8")
     command = [sys.executable, "-c", _PROGRAM, "gateway", "--listen", f"{HOST}:{port}"]
     command += ["--conductor", conductor, "--config", str(config)]
     return Server("gateway", command, port, folder)

@@ -4,12 +4,15 @@ gateway."""
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
+from tiffin.conductor.client import ConductorClient
 from tiffin.conductor.records import InstanceSpec, Load, Role
 
 from ..serving import servers
 from .conducting import conductor
+from .errors import ProcessFailed
 from .presence import Presence
 from .servers import SCHEMA, Server
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     Instances = Mapping[Role, Sequence[Server]]
 
+_LOOK_S = 0.1
 START_S = 300.0  # several processes import vLLM, on a few cores
 
 
@@ -51,8 +55,8 @@ def started_instances(
 def front(
     pool: LocalPool, profile: Profile, instances: Instances, handoff: Handoff, folder: Path
 ) -> Iterator[tuple[str, Server]]:
-    """The URL of a conductor at which all instances have registered, and a gateway that is ready.
-    Raises ProcessFailed, ConductorError."""
+    """The URL of a conductor at which all instances have registered and which knows what they have
+    announced, and a gateway that is ready. Raises ProcessFailed, ConductorError."""
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(conductor(pool, profile, folder, START_S)).url
         for role, of_role in instances.items():
@@ -66,6 +70,12 @@ def front(
                     kv_capacity_tokens=servers.PAGES * servers.PAGE_TOKENS,
                 )
                 stack.enter_context(Presence(url, spec, Load))
+        with ConductorClient(url) as client:
+            deadline = time.monotonic() + START_S
+            while not all(one.keyed for one in client.instances()):
+                if time.monotonic() > deadline:
+                    raise ProcessFailed("no instance has announced what its keys are made of")
+                time.sleep(_LOOK_S)
         gateway = stack.enter_context(servers.gateway(url, handoff, folder))
         gateway.wait("/readyz", START_S)
         yield url, gateway

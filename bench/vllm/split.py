@@ -101,7 +101,7 @@ def _service(setting: Setting, handoff: Handoff, prefill: dict[str, Any]) -> Ite
     profile = msgspec.structs.replace(profile, name=PROFILE)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiffin-bench-")))
-        pool = stack.enter_context(LocalPool(LocalPoolOptions(nodes=1, dram=_DRAM)))
+        pool = stack.enter_context(LocalPool(LocalPoolOptions(nodes=1, dram=_DRAM, redis=True)))
         weights = stack.enter_context(model(setting))
         started = started_instances(pool, python, weights, folder, **prefill)
         instances = stack.enter_context(started)

@@ -13,9 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tiffin.kvstore.credentials import parse_address
-from tiffin.kvstore.directory import open_directory
 from tiffin.kvstore.directory.base import nobody, unreadable
 from tiffin.kvstore.errors import TiffinError
+from tiffin.kvstore.pool.members import open_members
 
 from ..core.silence import NAMED_MAX
 from ..errors import ConductorError, InvalidRequest
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from tiffin.kvstore import KVSchema
     from tiffin.kvstore.credentials import Credentials
-    from tiffin.kvstore.directory import Directory, NodeRecord
+    from tiffin.kvstore.directory import NodeRecord
+    from tiffin.kvstore.pool.members import Members
 
     from ..events.index_updates import Update
     from ..events.vllm_feed import VllmFeed
@@ -56,7 +57,7 @@ class Feeding:
         self.announced: Callable[[str, Sequence[bytes]], None] = lambda *_: None
         self._loop = loop
         self._inbox = UpdateInbox(self._wake)
-        self._directory: Directory | None = None
+        self._directory: Members | None = None
         self._nodes: NodesFeed | None = None
         self._carrier: OrderCarrier | None = None
         self._engines: VllmFeed | None = None
@@ -64,12 +65,13 @@ class Feeding:
         self._closed = False
 
     def follow_pool(self, directory: str, pool: str, credentials: Credentials) -> None:
-        """Follow the kvstore nodes of a pool. Raises InvalidInput for a URL that can't work."""
+        """Follow the kvstore nodes of a pool: those in its directory, or those that a URL
+        `tiffin://host:port` names. Raises InvalidInput for a URL that can't work."""
         token = credentials.token
-        self._directory = open_directory(directory, pool=pool, token=token)
+        self._directory = open_members(directory, pool, token)
         self._nodes = NodesFeed(self._directory, credentials, self._inbox)
         # The carrier gets a directory of its own, because it closes it.
-        self._carrier = OrderCarrier(open_directory(directory, pool=pool, token=token), credentials)
+        self._carrier = OrderCarrier(open_members(directory, pool, token), credentials)
 
     def follow_instance(
         self, spec: InstanceSpec, schema: KVSchema | None, spaces: AnnouncedSpaces
@@ -144,7 +146,8 @@ class Feeding:
         error, behind = self._nodes.behind()
         if error:
             return f"the directory does not answer: {error}"
-        if self._directory is not None and (why := unreadable(self._directory.statistics())):
+        numbers = None if self._directory is None else self._directory.statistics()
+        if numbers is not None and (why := unreadable(numbers)):
             return f"{why} (here --pool-token-file)"
         if behind:
             return (

@@ -8,8 +8,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..credentials import format_address
+from ..directory import open_directory
 from ..directory.base import NodeRecord
 from ..errors import NodeUnavailable
+from ..url import Pool, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +22,16 @@ if TYPE_CHECKING:
 PLACED_S = 3.0
 # The most placements that a client remembers: blocks of 33 million tokens, some 10 MiB.
 PLACED_MAX = 65_536
+
+
+def open_members(url: str, pool: str, token: bytes) -> Members:
+    """The nodes of a `tiffin://host:port,host:port` URL, or those in the directory at `url`. Raises
+    what `open_directory` raises."""
+    if not url.startswith("tiffin:"):
+        return open_directory(url, pool=pool, token=token)
+    target = parse_url(url)
+    assert isinstance(target, Pool)
+    return FixedMembers(target.addresses)
 
 
 class Members(Protocol):

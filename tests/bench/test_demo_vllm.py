@@ -81,6 +81,8 @@ class TestWithVllm:
         assert summary["identical"]
         assert summary["handed_rate"] == 1.0
         assert 0.0 < summary["hit_rate"] <= summary["reusable_rate"]
+        assert summary["expected_rate"] == summary["hit_rate"]
+        assert summary["as_expected"] == summary["requests"]
         rows = json.loads((tmp_path / "demo-vllm.json").read_text())
         assert len(rows["without the pool"]) == len(rows["with the pool"]) == summary["requests"]
         chosen = {one["request_id"]: one for one in rows["decisions"]}

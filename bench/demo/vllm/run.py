@@ -63,7 +63,8 @@ class VllmOptions:
 @dataclass(slots=True)
 class VllmOutcome:
     """All measurements. `found_tokens`, `handed_tokens`: what the instances that prefill and that
-    decode have loaded from the pool instead of computing it. `decisions`: by request."""
+    decode have loaded from the pool instead of computing it. `decisions`: by request, with what
+    each counted on in the pool, and what was found."""
 
     options: VllmOptions
     alone: list[Alone] = field(default_factory=list)
@@ -112,7 +113,7 @@ class _Demo:
         """The pool and all vLLM processes."""
         options = self._options
         task = self._progress.add_task("starting vLLM", total=2 * options.workers, note="")
-        self._pool = LocalPool(LocalPoolOptions(nodes=1, dram=options.dram))
+        self._pool = LocalPool(LocalPoolOptions(nodes=1, dram=options.dram, redis=True))
         self._stack.callback(self._pool.stop)
         self._pool.start(timeout_s=START_S)
         weights = self._stack.enter_context(model(Setting(Sizes(), options.python)))

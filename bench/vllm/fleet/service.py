@@ -41,8 +41,6 @@ ENGINES = 2
 OWN_PAGES = 128
 _MEASURED_TOKENS, _MEASURED_ANSWER = (130, 600, 1500, 3000), 24
 _BATCHES = (1, 2, 4)
-# Until a gateway asks again which models have keys (`refresh_s`): none has while all are down.
-_REFRESHED_S = 3.0
 _WAIT_S = 60.0
 # Times vary by some tenths on a few cores that everything shares: what is measured to be a little
 # faster must not get every new conversation.
@@ -116,9 +114,8 @@ def fleet(
                 one.kill()
             start()
             join()
-            time.sleep(_REFRESHED_S)
 
-        gateway = stack.enter_context(servers.gateway(url, "pool", folder, schema=False))
+        gateway = stack.enter_context(servers.gateway(url, "pool", folder))
         gateway.wait("/readyz", START_S)
         yield Fleet(pool, engines, gateway, client, restart)
 
@@ -132,12 +129,11 @@ def _engine(
         "endpoint": f"tcp://*:{ports[1]}",
         "replay_endpoint": f"tcp://*:{ports[2]}",
     }
-    more = ("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events))
     return servers.vllm(
         *(name, "kv_both", python, weights, url, folder),
         port=ports[0],
         own_pages=OWN_PAGES,
-        more=more,
+        more=("--kv-events-config", json.dumps(events)),
         engine=name,
     )
 

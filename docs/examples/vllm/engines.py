@@ -54,10 +54,10 @@ def check_installed() -> None:
 
 
 @contextmanager
-def node(folder: Path) -> Iterator[str]:
-    """A node with 256 MiB; its URL."""
+def node(folder: Path, *more: str) -> Iterator[str]:
+    """A node with 256 MiB; its URL. `more`: options."""
     path = folder / "node.sock"
-    options = ["--socket", str(path), "--dram", "256MiB", "--log-level", "warning"]
+    options = ["--socket", str(path), "--dram", "256MiB", "--log-level", "warning", *more]
     with subprocess.Popen([sys.executable, "-c", NODE, "node", *options]) as process:
         try:
             while not path.exists():

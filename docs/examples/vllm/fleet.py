@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from engines import BLOCK_TOKENS, check_installed
 from services import (
     MODEL,
-    PROFILE,
     TIFFIN,
     Service,
+    add,
     check_services,
     conductor,
     free_port,
@@ -65,19 +65,6 @@ def engine(name: str, model: Path, url: str, ports: tuple[int, int]) -> Service:
     options = ("--num-gpu-blocks-override", str(PAGES), "--max-model-len", "4096")
     options += ("--kv-events-config", json.dumps(events))
     return vllm(name, model, url, "kv_both", *options, engine=name)
-
-
-def add(conducting: Service, name: str, one: Service, ports: tuple[int, int]) -> None:
-    """As `tiffin conductor add`: the conductor asks the engine what it is, and finds its node."""
-    from tiffin.conductor.client import ConductorClient
-
-    live, replay = ports
-    with ConductorClient(conducting.url) as client:
-        client.add_engine(
-            one.url, id=name, profile=PROFILE, kv_events_port=live, kv_events_replay_port=replay
-        )
-        while not client.instance(name).node or client.instance(name).status != "ready":
-            time.sleep(0.2)
 
 
 def ask(client: OpenAI, prompt: list[int]) -> tuple[str, int, int]:
@@ -130,8 +117,8 @@ def main() -> int:
         for one in (*engines.values(), conducting):
             one.wait()
         for name, one in engines.items():
-            add(conducting, name, one, ports[name])
-        door = stack.enter_context(gateway(folder, conducting, "conductor"))
+            add(conducting, name, one, "mixed", ports[name])
+        door = stack.enter_context(gateway(folder, conducting))
         door.wait()
         client = OpenAI(base_url=f"{door.url}/v1", api_key="none")
 
@@ -148,7 +135,7 @@ def main() -> int:
         engines["a"].kill()
         again = stack.enter_context(engine("a", model, homes["a"], ports["a"]))
         again.wait()
-        add(conducting, "a", again, ports["a"])
+        add(conducting, "a", again, "mixed", ports["a"])
         blocks = sum(ask(client, p)[2] // BLOCK_TOKENS for p in prompts)
         print(f"of {USERS} last prompts, {blocks} blocks were found", flush=True)
         wanted = sum(len(p) // BLOCK_TOKENS for p in prompts)

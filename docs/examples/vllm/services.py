@@ -11,15 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
     from typing import Self
 
@@ -116,44 +114,29 @@ def conductor(folder: Path, *options: str) -> Service:
     return Service(folder / "conductor.log", port, "/livez", command)
 
 
-def gateway(folder: Path, conductor: Service, keys: str = "none") -> Service:
-    """`tiffin gateway`, where one instance hands over to another by the pool. `keys`: who makes
-    them."""
+def gateway(folder: Path, conductor: Service) -> Service:
+    """`tiffin gateway`, where one instance hands over to another by the pool."""
     port = free_port()
     config = folder / "gateway.toml"
-    config.write_text(f'[models."{MODEL}"]\nkeys = "{keys}"\nhandoff = "pool"\n', encoding="utf-8")
+    config.write_text(f'[models."{MODEL}"]\nhandoff = "pool"\n', encoding="utf-8")
     command = ["-c", TIFFIN, "gateway", "--listen", f"127.0.0.1:{port}"]
     command += ["--conductor", conductor.url, "--config", str(config)]
     return Service(folder / "gateway.log", port, "/readyz", command)
 
 
-@contextmanager
-def registered(conductor: Service, **instances: Service) -> Iterator[None]:
-    """Register the instances, named by their roles, and send their heartbeats."""
+def add(
+    conducting: Service, name: str, one: Service, role: str, ports: tuple[int, int] = (0, 0)
+) -> None:
+    """As `tiffin conductor add`: the conductor asks the engine what it is, and finds its node.
+    `ports`: of its KV events, live and replayed."""
     from tiffin.conductor.client import ConductorClient
-    from tiffin.conductor.records import InstanceSpec, Load, Role
 
-    ended = threading.Event()
-
-    def beat() -> None:
-        with ConductorClient(conductor.url) as client:
-            while True:
-                for role, one in instances.items():
-                    spec = InstanceSpec(role, MODEL, Role(role), PROFILE, url=one.url)
-                    client.register(spec, Load())
-                known.set()
-                if ended.wait(1):
-                    return
-
-    known = threading.Event()
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        known.wait()
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    live, replay = ports
+    events = {"kv_events_port": live, "kv_events_replay_port": replay} if live else {}
+    with ConductorClient(conducting.url) as client:
+        client.add_engine(one.url, id=name, profile=PROFILE, role=role, **events)
+        while not client.instance(name).node or client.instance(name).status != "ready":
+            time.sleep(0.2)
 
 
 def free_port() -> int:

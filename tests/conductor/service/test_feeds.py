@@ -70,6 +70,29 @@ def test_a_pool_is_followed_and_its_links_known() -> None:
         cluster.close()
 
 
+def test_nodes_without_a_directory_are_followed_by_their_addresses() -> None:
+    cluster, core = Cluster(), Recorder()
+    member = cluster.start("one")
+    prefix = member.put(fresh_prefix(3, LARGE))
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        feeding = Feeding(lambda update: core.apply(update, loop.time()), loop)
+        feeding.follow_pool(f"tiffin://{member.address}", "default", cluster.credentials)
+        await until(lambda: core.match(prefix.keys, loop.time()).blocks == 3)
+        await until(lambda: feeding.missing() == "")
+        assert feeding.notes() == []
+        assert feeding.gives_orders
+        (held,) = core.match(prefix.keys, loop.time()).holders
+        assert held.holder == f"{member.address}/dram"
+        await feeding.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        cluster.close()
+
+
 def test_updates_are_applied_in_the_loop_and_a_bad_one_harms_no_other() -> None:
     applied: list[tuple[str, int]] = []
 
