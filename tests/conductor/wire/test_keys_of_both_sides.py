@@ -1,0 +1,164 @@
+"""The engine that computes a request and the conductor that places it make the same keys, if the
+one has announced its key space to the other; and who announced another space never makes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiffin.conductor.state.part_keys import part_keys
+from tiffin.conductor.wire.block_keys import KeyedModels, PromptKeys
+from tiffin.kvstore import KVSchema
+from tiffin.kvstore.connectors.vllm.model.request_identity import RequestIdentities
+from tiffin.kvstore.connectors.vllm.model.weights_epoch import WeightsEpoch
+from tiffin.kvstore.format.key_space import KeySpace, secret_name
+from tiffin.kvstore.format.keys import Prefix
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Blocks of one part, and of three.
+SCHEMAS = [
+    KVSchema.gqa(
+        model=model, layers=1, kv_heads=1, head_dim=2, dtype="float32",
+        block_tokens=block_tokens, hash=how,
+    )
+    for model, block_tokens, how in (
+        ("one", 32, "blake2b"), ("other", 32, "blake2b"), ("one", 64, "blake2b"),
+        ("one", 32, "sha256"), ("one", 32, "xxh3_128"),
+    )
+]  # fmt: skip
+SECRETS = (b"", b"0123456789abcdef", b"fedcba9876543210")
+WEIGHTS = ("old", "new")
+
+
+class Engine(NamedTuple):
+    """All that an engine's keys have beside its requests. `adapters`: which weights each has."""
+
+    schema: KVSchema
+    namespace: str
+    version: str
+    secret: bytes
+    adapters: dict[str, str]
+
+    def identities(self) -> RequestIdentities:
+        """Of an engine that has just started."""
+        space = KeySpace(
+            schema=self.schema.canonical_bytes().decode(),
+            namespace=self.namespace,
+            secret=secret_name(self.secret),
+            models=("served",),
+        )
+        return RequestIdentities(self.schema.block_tokens, space, WeightsEpoch(self.version))
+
+
+class Asked(NamedTuple):
+    adapter: str
+    salt: str
+
+
+WORDS = st.sampled_from(["", "a", "b"]) | st.text(st.characters(exclude_categories=["Cs"]))
+NAMES = st.sampled_from(["sql", "chat"])
+ENGINES = st.builds(
+    Engine,
+    st.sampled_from(SCHEMAS),
+    WORDS.map(lambda text: text.replace("\0", "")),
+    st.sampled_from(["", "a", "step 7"]),
+    st.sampled_from(SECRETS),
+    st.dictionaries(NAMES, st.sampled_from(WEIGHTS)),
+)
+ASKED = st.builds(Asked, st.just("") | NAMES, WORDS)
+TOKENS = st.integers(0, 150).flatmap(
+    lambda count: st.binary(min_size=count, max_size=count).map(
+        lambda some: np.frombuffer(some, np.uint8).astype(np.uint32)
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the adapters' files."""
+    found = tmp_path_factory.mktemp("adapters")
+    for weights in WEIGHTS:
+        (found / weights).mkdir()
+        (found / weights / "adapter_model.safetensors").write_text(weights)
+    return found
+
+
+def both(
+    engine: Engine, asked: Asked, tokens: np.ndarray, folder: Path, held: int
+) -> tuple[PromptKeys, PromptKeys]:
+    """What the engine makes of a request, and what the conductor does that has heard of it."""
+    identities = engine.identities()
+    for name, weights in engine.adapters.items():
+        identities.of(_request(name, folder / weights))
+    weights = engine.adapters.get(asked.adapter, "")
+    own = identities.of(_request(asked.adapter, folder / weights if weights else None, asked.salt))
+    assert own is not None
+    prefix = Prefix(engine.schema, tokens, own.namespace, engine.secret, own.extras)
+    after = min(held, len(prefix))
+    models = KeyedModels()
+    models.announced.announced("node", [identities.space.encoded()])
+    theirs = models.keys(
+        "served",
+        tokens,
+        f"lora:{asked.adapter}" if asked.adapter else "",
+        lambda keys: min(held, len(keys)),
+        salt=asked.salt,
+    )
+    return PromptKeys(prefix.keys, part_keys(prefix, engine.secret, after), after), theirs
+
+
+def _request(name: str, path: Path | None, salt: str = "") -> SimpleNamespace:
+    adapter = None if path is None else SimpleNamespace(lora_name=name, lora_path=str(path))
+    return SimpleNamespace(
+        prompt_embeds=None, lora_request=adapter, cache_salt=salt or None, mm_features=()
+    )
+
+
+@given(ENGINES, ASKED, TOKENS, st.integers(0, 3))
+def test_the_conductor_makes_the_engines_keys(
+    folder: Path, engine: Engine, asked: Asked, tokens: np.ndarray, held: int
+) -> None:
+    ours, theirs = both(engine, asked, tokens, folder, held)
+    unknown = asked.adapter not in ("", *engine.adapters)
+    assert theirs == (PromptKeys() if engine.secret or unknown else ours)
+
+
+@given(ENGINES, ENGINES, ASKED, ASKED, TOKENS)
+def test_no_two_spaces_and_no_two_kinds_of_requests_share_a_key(
+    folder: Path, one: Engine, other: Engine, asked: Asked, again: Asked, tokens: np.ndarray
+) -> None:
+    """Of the same tokens; and all of them where nothing differs."""
+    _compare(folder, (one, asked), (other, again), tokens)
+
+
+@given(ENGINES, ENGINES, ASKED, TOKENS, st.data())
+def test_one_difference_is_enough(
+    folder: Path, one: Engine, other: Engine, asked: Asked, tokens: np.ndarray, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(Engine._fields))
+    changed = one._replace(**{name: getattr(other, name)})
+    _compare(folder, (one, asked), (changed, asked), tokens)
+
+
+def _compare(
+    folder: Path, one: tuple[Engine, Asked], other: tuple[Engine, Asked], tokens: np.ndarray
+) -> None:
+    (ours, heard), (theirs, also_heard) = (both(*it, tokens, folder, 0) for it in (one, other))
+    if _content(*one) == _content(*other):
+        assert ours == theirs
+    else:
+        assert not {*ours.blocks, *ours.parts} & {*theirs.blocks, *theirs.parts}
+        assert not {*heard.blocks, *heard.parts} & {*also_heard.blocks, *also_heard.parts}
+
+
+def _content(engine: Engine, asked: Asked) -> tuple[object, ...]:
+    """What decides the bytes of a request's blocks."""
+    weights = engine.adapters.get(asked.adapter, "")
+    return engine.schema, engine.namespace, engine.version, engine.secret, weights, asked.salt
