@@ -12,8 +12,9 @@ and whoever places requests finds their blocks.
 from __future__ import annotations
 
 import json
+import re
 from hashlib import blake2b
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 import msgspec
 from msgspec import Meta
@@ -22,12 +23,16 @@ from .. import text
 from ..errors import InvalidInput
 from .keys import MAX_NAMESPACE_BYTES, namespace_fingerprint
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 # Of the encoded space. A schema of 200 layers has some 60 KiB; an adapter some 100 bytes.
 SPACE_BYTES_MAX = 1 << 20
 # Names that an engine serves its model by; adapters that it has loaded.
 MODELS_MAX, ADAPTERS_MAX = 64, 4096
+NAME_MAX, VERSION_MAX = 1024, 2048
 
-Name = Annotated[str, Meta(max_length=1024, pattern=text.PLAIN)]
+Name = Annotated[str, Meta(max_length=NAME_MAX, pattern=text.PLAIN)]
 Natural = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
@@ -46,7 +51,7 @@ class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: Annotated[str, Meta(max_length=SPACE_BYTES_MAX)]
     namespace: Annotated[str, Meta(max_length=MAX_NAMESPACE_BYTES)] = ""
-    version: Name = ""
+    version: Annotated[str, Meta(max_length=VERSION_MAX)] = ""
     adapters: Annotated[dict[Name, Name], Meta(max_length=ADAPTERS_MAX)] = {}
     secret: Name = ""
     models: Annotated[tuple[Name, ...], Meta(max_length=MODELS_MAX)] = ()
@@ -85,6 +90,17 @@ class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidInput(f"this is no key space: {error}") from error
 
 
+def announceable(adapters: Mapping[str, str]) -> dict[str, str]:
+    """Those of an engine's adapters that a space can name: the last ADAPTERS_MAX, without those of
+    names that nobody could be shown. The others have no keys at whom it is announced to."""
+    named = [
+        (name, weights)
+        for name, weights in adapters.items()
+        if len(name) <= NAME_MAX and _plain.match(name)
+    ]
+    return dict(named[-ADAPTERS_MAX:])
+
+
 def request_namespace(namespace: str, weights: str, salt: str, version: str) -> str:
     """The namespace of a request's blocks: see the module. `weights`: what identifies those of its
     adapter, empty without one."""
@@ -102,3 +118,4 @@ def secret_name(secret: bytes) -> str:
 
 
 _encoder = msgspec.msgpack.Encoder()
+_plain = re.compile(text.PLAIN)

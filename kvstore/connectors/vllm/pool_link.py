@@ -14,6 +14,7 @@ from ...errors import (
     ClientBusy,
     ClientClosed,
     DeadlineExceeded,
+    InvalidInput,
     NodeUnavailable,
     ProtocolError,
     TiffinError,
@@ -34,8 +35,9 @@ T = TypeVar("T")
 # Rests of a pool that failed. The first is short: an engine may start before its node.
 FIRST_REST_S = 0.5
 LONGEST_REST_S = 5.0
-# How often the key space is announced again: a node that was started again does not have it.
-_ANNOUNCE_S = 2.0
+# How often the key space is announced again: a node that was started again does not have it. And
+# within which time if it has changed: an adapter has keys soon after its first use.
+_ANNOUNCE_S, _LOOK_S = 2.0, 0.1
 # Failures of the pool, after which it gets a rest. Others are answers: no room, a corrupt block.
 _FAILURES = (NodeUnavailable, DeadlineExceeded, ProtocolError, ClientClosed, ConnectionError)
 
@@ -64,6 +66,7 @@ class PoolLink:
         self._opening: threading.Thread | None = None
         self._users = 0
         self._said = ""  # the last failure that was logged
+        self._refused = ""  # and why a key space was refused
         self._closed = threading.Event()
 
     @classmethod
@@ -111,22 +114,28 @@ class PoolLink:
 
     def announce(self, space: Callable[[], KeySpace]) -> None:
         """Keep the pool told of `space()`, from a thread, until the last `close`."""
-
-        def tell() -> None:
-            announced = space()
-            self.call(lambda client: client.announce(announced), wait_s=_ANNOUNCE_S)
-
         threading.Thread(
-            target=self._repeat, args=(tell,), name="tiffin-announce", daemon=True
+            target=self._repeat, args=(space,), name="tiffin-announce", daemon=True
         ).start()
 
-    def _repeat(self, tell: Callable[[], None]) -> None:
+    def _repeat(self, space: Callable[[], KeySpace]) -> None:
+        told, again_at = None, 0.0
         while not self._closed.is_set():
-            try:
-                tell()
-            except TiffinError as error:  # `call` has said so, and gives a pool that failed a rest
-                log.debug("the key space is not announced: %s", error)
-            self._closed.wait(_ANNOUNCE_S)
+            now = space()
+            if now != told or time.monotonic() >= again_at:
+                told, again_at = now, time.monotonic() + _ANNOUNCE_S
+                self._tell(now)
+            self._closed.wait(_LOOK_S)
+
+    def _tell(self, space: KeySpace) -> None:
+        try:
+            self.call(lambda client: client.announce(space), wait_s=_ANNOUNCE_S)
+        except InvalidInput as error:
+            if str(error) != self._refused:
+                log.warning("the key space is not announced: %s", error)
+            self._refused = str(error)
+        except TiffinError as error:  # `call` has said so, and gives a pool that failed a rest
+            log.debug("the key space is not announced: %s", error)
 
     def close(self) -> None:
         """Close the client when no user of the process is left."""

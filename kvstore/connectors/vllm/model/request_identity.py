@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ....format.key_space import KeySpace, request_namespace
+from ....format.key_space import KeySpace, announceable, request_namespace
 from .adapters import Adapters
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class RequestIdentities:
     @property
     def space(self) -> KeySpace:
         """The key space as it is now: of the epoch, and with the adapters that were used."""
-        adapters = self._adapters.known()
+        adapters = announceable(self._adapters.known())
         return msgspec.structs.replace(self._space, version=self._epoch.name, adapters=adapters)
 
     def of(self, request: Any) -> Identity | None:

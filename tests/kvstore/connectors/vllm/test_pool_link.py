@@ -15,6 +15,7 @@ from tiffin.kvstore import Client
 from tiffin.kvstore.connectors.vllm import pool_link
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
 from tiffin.kvstore.errors import ClientBusy, InvalidInput, NodeUnavailable, NoRoom
+from tiffin.kvstore.format.key_space import KeySpace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,6 +110,40 @@ def test_sides_of_one_process_share_a_client(link: PoolLink) -> None:
     mine = link.call(lambda client: client, wait_s=30.0)
     other.close()
     assert link.call(lambda client: client) is mine
+
+
+def announced(link: PoolLink) -> list[dict[str, Any]]:
+    return list(link.call(lambda client: client.statistics()["key_spaces"], wait_s=30.0))
+
+
+def test_a_key_space_that_changes_is_announced_soon(
+    link: PoolLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_link, "_ANNOUNCE_S", LONG_S)
+    spaces = [KeySpace(schema="text")]
+    link.announce(lambda: spaces[-1])
+    wait_until(lambda: announced(link), "it is announced")
+    spaces.append(KeySpace(schema="text", adapters={"sql": "weights"}))
+    wait_until(lambda: announced(link)[0]["adapters"] == ["sql"], "and announced again")
+
+
+def test_a_key_space_that_is_refused_is_told_once(
+    link: PoolLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_link, "_ANNOUNCE_S", 0.01)
+    monkeypatch.setattr(pool_link, "_LOOK_S", 0.01)
+    asked = []
+
+    def space() -> KeySpace:
+        asked.append(True)
+        return KeySpace(schema="text", engine="a\nb")
+
+    assert link.call(blocks, wait_s=30.0) == 0
+    link.announce(space)
+    wait_until(lambda: len(asked) > 3, "it is tried again")
+    told = [one for one in caplog.messages if "key space" in one]
+    assert len(told) == 1
+    assert "not announced" in told[0]
 
 
 def test_links_that_verify_otherwise_are_others(link: PoolLink) -> None:

@@ -11,7 +11,7 @@ from fakepool import BLOCK, SCHEMA
 from tiffin.kvstore.connectors.vllm.model.request_identity import RequestIdentities
 from tiffin.kvstore.connectors.vllm.model.weights_epoch import WeightsEpoch
 from tiffin.kvstore.errors import InvalidInput
-from tiffin.kvstore.format.key_space import KeySpace
+from tiffin.kvstore.format.key_space import ADAPTERS_MAX, NAME_MAX, KeySpace, announceable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,6 +95,28 @@ def test_a_request_is_what_it_was_until_its_adapter_changes(tmp_path: Path) -> N
     (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"longer")
     assert identities.holds(plain)
     assert not identities.holds(adapted)
+
+
+def test_an_adapter_that_can_not_be_announced_keeps_back_nothing_else(tmp_path: Path) -> None:
+    identities = identities_of()
+    path = adapter(tmp_path, "one", b"1").lora_path
+    for name in ("sql", "a\nb", "x" * (NAME_MAX + 1)):
+        one = request(lora_request=SimpleNamespace(lora_name=name, lora_path=path))
+        assert identities.of(one) is not None
+    assert KeySpace.decoded(identities.space.encoded()).adapters.keys() == {"sql"}
+
+
+def test_no_more_adapters_are_announced_than_a_space_may_have() -> None:
+    many = {f"adapter {number}": "weights" for number in range(ADAPTERS_MAX + 1)}
+    known = announceable(many)
+    assert KeySpace.decoded(KeySpace(schema="", adapters=known).encoded()).adapters == known
+    assert many.keys() - known.keys() == {"adapter 0"}  # it was used first
+
+
+@pytest.mark.parametrize("version", ["x" * 1024, "a\nb"])
+def test_the_name_of_a_version_may_be_any_that_weights_have(version: str) -> None:
+    identities = RequestIdentities(BLOCK, PLAIN, WeightsEpoch(version))
+    assert KeySpace.decoded(identities.space.encoded()) == identities.space
 
 
 def test_embeddings_have_no_identity() -> None:
