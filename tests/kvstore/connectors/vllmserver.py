@@ -46,6 +46,7 @@ class VllmServer:
         self._command = ["nice", "-n", str(niceness), python, "-m", "vllm.entrypoints.cli.main"]
         self._command += ["serve", str(model)]
         self._command += ["--port", str(port), *_OPTIONS, *options]
+        self.later: tuple[str, ...] = ()  # instead of the same options, when it is started next
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -53,7 +54,7 @@ class VllmServer:
         with self._log.open("ab") as log:
             # A group of its own: `end` ends what a killed server has left as well.
             self._process = subprocess.Popen(
-                self._command,
+                [*self._command, *self.later],
                 env={**os.environ, **_ENVIRONMENT},
                 stdout=log,
                 stderr=log,
