@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiffin.conductor.records import PromptKeys
 from tiffin.conductor.state.part_keys import part_keys
-from tiffin.conductor.wire.block_keys import KeyedModels, PromptKeys
+from tiffin.conductor.wire.announced_spaces import name_of
+from tiffin.conductor.wire.block_keys import KeyedModels
 from tiffin.kvstore import KVSchema
 from tiffin.kvstore.connectors.vllm.model.request_identity import RequestIdentities
 from tiffin.kvstore.connectors.vllm.model.weights_epoch import WeightsEpoch
@@ -91,27 +93,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def both(
-    engine: Engine, asked: Asked, tokens: np.ndarray, folder: Path, held: int
+    engine: Engine, asked: Asked, tokens: np.ndarray, folder: Path, held: int = 0, *beside: Engine
 ) -> tuple[PromptKeys, PromptKeys]:
-    """What the engine makes of a request, and what the conductor does that has heard of it."""
-    identities = engine.identities()
-    for name, weights in engine.adapters.items():
-        identities.of(_request(name, folder / weights))
+    """What the engine makes of a request, and what the conductor does for it that has heard of it,
+    and of others `beside`."""
+    identities = _used(engine, folder)
     weights = engine.adapters.get(asked.adapter, "")
     own = identities.of(_request(asked.adapter, folder / weights if weights else None, asked.salt))
     assert own is not None
     prefix = Prefix(engine.schema, tokens, own.namespace, engine.secret, own.extras)
     after = min(held, len(prefix))
+    name = name_of(identities.space)
     models = KeyedModels()
     models.announced.announced("node", [identities.space.encoded()])
-    theirs = models.keys(
+    for one in beside:
+        models.announced.announced("another", [_used(one, folder).space.encoded()])
+    found = models.keys(
         "served",
         tokens,
         f"lora:{asked.adapter}" if asked.adapter else "",
         lambda keys: min(held, len(keys)),
         salt=asked.salt,
     )
-    return PromptKeys(prefix.keys, part_keys(prefix, engine.secret, after), after), theirs
+    (theirs,) = (one for one in found if one.space == name)
+    return PromptKeys(prefix.keys, part_keys(prefix, engine.secret, after), after, name), theirs
+
+
+def _used(engine: Engine, folder: Path) -> RequestIdentities:
+    """Of one that has used its adapters."""
+    identities = engine.identities()
+    for name, weights in engine.adapters.items():
+        identities.of(_request(name, folder / weights))
+    return identities
 
 
 def _request(name: str, path: Path | None, salt: str = "") -> SimpleNamespace:
@@ -127,7 +140,19 @@ def test_the_conductor_makes_the_engines_keys(
 ) -> None:
     ours, theirs = both(engine, asked, tokens, folder, held)
     unknown = asked.adapter not in ("", *engine.adapters)
-    assert theirs == (PromptKeys() if engine.secret or unknown else ours)
+    assert theirs == (PromptKeys(space=ours.space) if engine.secret or unknown else ours)
+
+
+@given(ENGINES, ENGINES, ASKED, TOKENS, st.integers(0, 3))
+def test_what_other_engines_announce_changes_no_key_of_this_one(
+    folder: Path, engine: Engine, other: Engine, asked: Asked, tokens: np.ndarray, held: int
+) -> None:
+    """Adapters of engines with one space are put together, so they are the same here."""
+    if engine._replace(adapters={}) == other._replace(adapters={}):
+        other = engine
+    assert both(engine, asked, tokens, folder, held) == both(
+        engine, asked, tokens, folder, held, other
+    )
 
 
 @given(ENGINES, ENGINES, ASKED, ASKED, TOKENS)
@@ -150,7 +175,7 @@ def test_one_difference_is_enough(
 def _compare(
     folder: Path, one: tuple[Engine, Asked], other: tuple[Engine, Asked], tokens: np.ndarray
 ) -> None:
-    (ours, heard), (theirs, also_heard) = (both(*it, tokens, folder, 0) for it in (one, other))
+    (ours, heard), (theirs, also_heard) = (both(*it, tokens, folder) for it in (one, other))
     if _content(*one) == _content(*other):
         assert ours == theirs
     else:
