@@ -100,6 +100,10 @@ class DiscoverySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Whether what engines announce of their keys counts (docs/key-spaces.md). Without it prompts
     are keyed by registered schemas, and of engines' blocks in the pool nothing is known."""
 
+    secret_files: Annotated[tuple[Text, ...], Meta(max_length=SOURCES_MAX)] = ()
+    """Files with the secrets that engines' keys have, one in each; engines whose secret is not here
+    announce keys that can't be made."""
+
     kubernetes: KubernetesSettings = KubernetesSettings()
 
     def __post_init__(self) -> None:

@@ -96,7 +96,7 @@ class Feeding:
                 f"the label {EVENTS_LABEL} takes a schema, of this or another instance of the "
                 "model: events tell token ids, and keys follow from them by the schema"
             )
-        space = "" if keyed is None else keyed.name
+        space, secret = ("", b"") if keyed is None else (keyed.name, keyed.secret or b"")
         wanted = (endpoint, replay, topic, schema.fingerprint.hex(), space)
         if self._followed.get(spec.id) == wanted:
             return
@@ -106,7 +106,7 @@ class Feeding:
         if self._engines is None:
             self._engines = VllmFeed(self._inbox)
         publisher = EventPublisher(
-            *(spec.id, endpoint, EngineChain.of(schema)),
+            *(spec.id, endpoint, EngineChain.of(schema, secret)),
             replay=replay,
             topic=topic,
             namespace_of=partial(_namespace_of, spaces, spec.model, space),

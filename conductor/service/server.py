@@ -19,10 +19,12 @@ import time
 import tomllib
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiffin.kvstore.credentials import Credentials
+from tiffin.kvstore.credentials import Credentials, read_token
 from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.format.key_space import secret_name
 from tiffin.kvstore.gc_tuning import collect_all, collect_young
 from tiffin.kvstore.sizes import format_bytes
 from tiffin.kvstore.text import printable
@@ -46,7 +48,6 @@ from .web_server import announce, check_tls, listening, tls_context, url_of, web
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
-    from pathlib import Path
 
     from ..api.conductor_service import Service
     from ..core.conductor import Conductor
@@ -149,6 +150,8 @@ async def serve(
             recorder=recorder,
         )
         service: Service = app.state.service
+        known = map(read_token, map(Path, options.discovery.secret_files))
+        service.models.announced.secrets = {secret_name(secret): secret for secret in known}
         if options.discovery.key_spaces:
             feeding.announced = service.announced
         server = web_server(

@@ -21,7 +21,7 @@ from ..errors import InvalidRequest
 from .schema_text import parse_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tiffin.kvstore.format.schema import KVSchema
 
@@ -36,19 +36,20 @@ ADAPTER = "lora:"
 
 class Keyed(NamedTuple):
     """A key space, and its schema. `name`: the same for all engines whose blocks have the same
-    keys, 16 hex digits."""
+    keys, 16 hex digits. `secret`: that of its keys; None if nobody here knows it."""
 
     name: str
     space: KeySpace
     schema: KVSchema
+    secret: bytes | None
 
     def namespace_of(self, asked: str, salt: str = "") -> str | None:
         """What the pool's keys have for the namespace that a request or an event names: nothing,
         `lora:` and an adapter, or another one, which is taken as it is; and for its salt. None for
         an adapter that no engine has announced, for a salt with a namespace, and if the keys have a
-        secret."""
+        secret that is not known."""
         adapter = asked.removeprefix(ADAPTER)
-        if self.space.secret:
+        if self.secret is None:
             return None
         if asked and adapter == asked:
             return None if salt else asked
@@ -58,9 +59,10 @@ class Keyed(NamedTuple):
 
 
 class AnnouncedSpaces:
-    """Not thread-safe."""
+    """Not thread-safe. `secrets`: those that are known here, by their names (`secret_name`)."""
 
     def __init__(self) -> None:
+        self.secrets: Mapping[str, bytes] = {}
         self._by_node: dict[str, tuple[KeySpace, ...]] = {}
         self._schemas: dict[str, KVSchema] = {}  # parsed, by their texts
         self._of: dict[str, tuple[Keyed, ...]] = {}  # remembered ones first
@@ -140,8 +142,11 @@ class AnnouncedSpaces:
         keyed here, and models whose engines have announced more than one space."""
         notes = [f"key spaces at {node}: {why}" for node, why in sorted(self._unreadable.items())]
         for model, spaces in sorted(self._kinds().items()):
-            if any(one.space.secret for one in spaces):
-                notes.append(f"the keys of {model} have a secret: send block_keys")
+            if any(one.secret is None for one in spaces):
+                notes.append(
+                    f"the keys of {model} have a secret: name its file in discovery.secret_files, "
+                    "or send block_keys"
+                )
             if len(spaces) > 1:
                 told = [one.space.kind for one in spaces]
                 differ = [name for name in told[0] if len({one[name] for one in told}) > 1]
@@ -174,7 +179,8 @@ class AnnouncedSpaces:
         self._schemas = {text: one for text, one in self._schemas.items() if text in used}
 
     def _keyed(self, space: KeySpace) -> Keyed:
-        return Keyed(name_of(space), space, self._schemas[space.schema])
+        secret = self.secrets.get(space.secret) if space.secret else b""
+        return Keyed(name_of(space), space, self._schemas[space.schema], secret)
 
 
 def name_of(space: KeySpace) -> str:

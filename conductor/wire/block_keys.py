@@ -108,9 +108,9 @@ class KeyedModels:
         salt: str = "",
     ) -> tuple[PromptKeys, ...]:
         """The keys of a prompt in each key space of its model's engines, in that of most engines
-        first; none where a space has a secret, and for an adapter or a salt where no engine has
-        announced what becomes of them. `held` gives how many of the leading blocks somebody has:
-        part keys begin there. Raises InvalidRequest.
+        first; none where a space has a secret that is not known, and for an adapter or a salt where
+        no engine has announced what becomes of them. `held` gives how many of the leading blocks
+        somebody has: part keys begin there. Raises InvalidRequest.
 
         131,072 tokens take 0.2 ms, for each space.
         """
@@ -122,18 +122,20 @@ class KeyedModels:
             )
         if not spaces and salt:  # nobody says what becomes of it
             return (PromptKeys(),)
-        ways = [(one.name, one.schema, one.namespace_of(namespace, salt)) for one in spaces]
+        ways = [
+            (one.name, one.schema, one.namespace_of(namespace, salt), one.secret) for one in spaces
+        ]
         found = []
-        for space, schema, name in ways or [("", self._schemas[model], namespace)]:
-            if name is None:
+        for space, schema, name, secret in ways or [("", self._schemas[model], namespace, b"")]:
+            if name is None or secret is None:
                 found.append(PromptKeys(space=space))
                 continue
             try:
-                prefix = Prefix(schema, token_ids, name)
+                prefix = Prefix(schema, token_ids, name, secret)
             except InvalidInput as error:
                 raise InvalidRequest(str(error)) from error
             after = held(prefix.keys)
-            parts = part_keys(prefix, after=after)
+            parts = part_keys(prefix, secret, after)
             found.append(PromptKeys(prefix.keys, parts, after, space))
         return tuple(found)
 

@@ -91,8 +91,19 @@ def test_a_secret_is_said_and_gives_no_keys() -> None:
     models.announced.announced("n", [space(secret=secret_name(b"0123456789abcdef"))])
     assert models.keys("served", TOKENS)[0].blocks == ()
     assert models.announced.notes() == [
-        f"the keys of {name} have a secret: send block_keys" for name in ("alias", "served")
+        f"the keys of {name} have a secret: name its file in discovery.secret_files, or send "
+        "block_keys"
+        for name in ("alias", "served")
     ]
+
+
+def test_who_has_the_secret_makes_keys() -> None:
+    models, secret = KeyedModels(), b"0123456789abcdef"
+    models.announced.secrets = {secret_name(secret): secret}
+    models.announced.announced("n", [space(secret=secret_name(secret))])
+    (found,) = models.keys("served", TOKENS, salt="pepper")
+    assert found.blocks == Prefix(ENGINES, TOKENS, SPACE.namespace_of("", "pepper"), secret).keys
+    assert models.announced.notes() == []
 
 
 def test_engines_with_other_keys_have_their_own_and_the_most_come_first() -> None:
