@@ -87,3 +87,26 @@ def test_an_engine_that_starts_again_finds_what_was_predicted(fleet: Fleet) -> N
     fleet.start_again(*fleet.engines)
     rows = [fleet.ask(ids) for ids in prompts]
     assert all(found >= 3 * BLOCK and predicted == found for _, predicted, found in rows), rows
+
+
+def test_what_a_drained_node_had_alone_is_found_from_another_node(fleet: Fleet) -> None:
+    prompts = [prompt(500 + number, PROMPT_TOKENS) for number in range(3)]
+    for ids in prompts:
+        fleet.ask(ids, at="a")
+    fleet.wait_until_known(prompts, at="a")
+    leaves, stays = fleet.homes["a"]["name"], fleet.homes["b"]["name"]
+    # They may have been copied before, as hot ones.
+    alone = [ids for ids in prompts if f"{stays}/dram" not in fleet.holders(ids)]
+    fleet.conductor.drain_node(leaves)
+    try:
+        wait_until(
+            lambda: all(one.phase == "done" for one in fleet.conductor.drains()),
+            "its blocks are elsewhere",
+            PATIENCE_S,
+        )
+        assert alone
+        assert all(f"{stays}/dram" in fleet.holders(ids) for ids in prompts)
+        rows = [fleet.ask(ids, at="b") for ids in prompts]
+        assert all(found == predicted == 3 * BLOCK for _, predicted, found in rows), rows
+    finally:
+        fleet.conductor.undrain_node(leaves)
