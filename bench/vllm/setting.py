@@ -29,18 +29,20 @@ class Sizes:
     gap_turns: int = 10
     hook_turns: int = 10
     # Of the fleet: conversations, each node's DRAM, with room for all that they say and without,
-    # requests per second, prompts that are hot.
+    # requests per second (half of what it can serve, nearly that, and more), prompts that are hot.
     users: int = 50
     turns: int = 4
     dram: str = "1GiB"
     tight_dram: str = "128MiB"
-    rate_s: float = 1.5
+    rates_s: tuple[float, ...] = (1.5, 3.0, 4.5)
     hot: int = 10
 
     @classmethod
     def quick(cls) -> Sizes:
         """Fewer rounds; an engine's start takes most of the time anyway."""
-        return cls(prompts=2, rounds=3, gap_turns=5, hook_turns=3, users=8, turns=3, hot=2)
+        return cls(
+            prompts=2, rounds=3, gap_turns=5, hook_turns=3, users=8, turns=3, hot=2, rates_s=(1.5,)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,9 +118,8 @@ class RequestPlan:
 
 def able(parts: Parts, request: Request) -> tuple[Rows, Rows]:
     """Candidate rows for the request's prefill, and for its decode, in its key space, without
-    excluded instances. KV
-    of an unknown size would be handed over in no time: who hands over such, and does not decode,
-    prefills only if all others do so as well."""
+    excluded instances. KV of an unknown size would be handed over in no time: who hands over such,
+    and does not decode, prefills only if all others do so as well."""
     of = request.model, request.key_space
     able = [parts.view.rows(*of, prefill=prefill) for prefill in (True, False)]
     if request.exclude:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class InstanceView:
     """The current state of an instance. `load`: requests and tokens, both those that this conductor
     placed there and those from elsewhere. `heard_s`: seconds since its last heartbeat.
-    `output_caps`: by class of priority, where its answers end for now. `key_space`: by
-    name, of its blocks."""
+    `output_caps`: by class of priority, where its answers end for now. `key_space`: of its blocks,
+    by name."""
 
     spec: InstanceSpec
     role: Role

@@ -124,7 +124,6 @@ class Fleet:
 def started_fleet(folder: Path, *options: str, nodes: int = 2) -> Iterator[Fleet]:
     """Two engines with few pages, at a node each, or both at one; with these options of vLLM."""
     make_model(folder / "model")
-    url = f"http://127.0.0.1:{free_port()}"
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(_pool(nodes))
         homes = {name: pool["nodes"][at % nodes] for at, name in enumerate(NAMES)}
@@ -136,21 +135,30 @@ def started_fleet(folder: Path, *options: str, nodes: int = 2) -> Iterator[Fleet
             )
             stack.callback(engines[name].close)
             engines[name].start()
-        address, _, query = pool["url"].partition("?")
-        parameters = dict(part.split("=", 1) for part in query.split("&"))
-        conductor = Process(
-            *("--listen", url.removeprefix("http://")),
-            *("--directory", f"{address}?password_file={parameters['password_file']}"),
-            *("--pool-token-file", parameters["token_file"]),
-        )
-        stack.enter_context(conductor).wait_until_it_answers(url)
-        client = stack.enter_context(contextlib.closing(ConductorClient(url)))
         for one in engines.values():
             one.wait()
+        yield stack.enter_context(conducted(engines, homes, pool["url"]))
+
+
+@contextlib.contextmanager
+def conducted(
+    engines: dict[str, Vllm], homes: dict[str, dict[str, Any]], pool_url: str
+) -> Iterator[Fleet]:
+    """These engines with a conductor that has just started, and has asked them."""
+    url = f"http://127.0.0.1:{free_port()}"
+    address, _, query = pool_url.partition("?")
+    parameters = dict(part.split("=", 1) for part in query.split("&"))
+    conductor = Process(
+        *("--listen", url.removeprefix("http://")),
+        *("--directory", f"{address}?password_file={parameters['password_file']}"),
+        *("--pool-token-file", parameters["token_file"]),
+    )
+    with conductor, contextlib.closing(ConductorClient(url)) as client:
+        conductor.wait_until_it_answers(url)
         for one in engines.values():
             one.add_to(client, PROFILE)
         wait_until(lambda: all(one.node for one in client.instances()), "nodes", PATIENCE_S)
-        yield Fleet(engines, homes, pool["url"], client, url)
+        yield Fleet(engines, homes, pool_url, client, url)
 
 
 def _transfer(pool_url: str, home: dict[str, Any], engine: str, **extra: str) -> tuple[str, str]:

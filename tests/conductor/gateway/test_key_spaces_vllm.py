@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from fleetsupport import BLOCK, PAGE, Fleet, started_fleet
+from fleetsupport import BLOCK, PAGE, Fleet, conducted, started_fleet
 from kvsupport import wait_until
 from vllmsupport import MARKS, PATIENCE_S, prompt
 
@@ -87,6 +87,18 @@ def test_an_engine_that_starts_again_finds_what_was_predicted(fleet: Fleet) -> N
     fleet.start_again(*fleet.engines)
     rows = [fleet.ask(ids) for ids in prompts]
     assert all(found >= 3 * BLOCK and predicted == found for _, predicted, found in rows), rows
+
+
+def test_a_conductor_that_starts_late_knows_all_of_it(fleet: Fleet) -> None:
+    prompts = [prompt(600 + number, PROMPT_TOKENS) for number in range(4)]
+    for ids in prompts:
+        fleet.ask(ids)
+    fleet.wait_until_known(prompts)
+    with conducted(fleet.engines, fleet.homes, fleet.pool_url) as late:
+        ready = late.conductor.ready
+        wait_until(lambda: ready().status == "ok", "it has the inventories", PATIENCE_S)
+        rows = [late.ask(ids) for ids in prompts]
+    assert all(found == predicted >= 3 * BLOCK for _, predicted, found in rows), rows
 
 
 def test_what_a_drained_node_had_alone_is_found_from_another_node(fleet: Fleet) -> None:
