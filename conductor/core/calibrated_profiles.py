@@ -1,7 +1,8 @@
 """The latency columns of all instances: their profiles' coefficients times what was observed. Pure.
 
-`cost/calibration.py` has the factors. Here events of requests become observations of the hardware,
-which compare like with like: nothing that is due to the load may look like slow hardware.
+`cost/calibration.py` has the factors, `cost/prefill_shape.py` corrects what is not one factor for
+all prefills. Here events of requests become observations of the hardware, which compare like with
+like: nothing that is due to the load may look like slow hardware.
 
 **Prefill**: the seconds from `prefill_began` to `prefill_done` (or the first token, where the same
 instance decodes), less those of loading blocks from the node's tiers, against the profile for the
@@ -30,13 +31,16 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..cost.latency_model import decode_step_s, prefill_s
+from ..cost.prefill_shape import PrefillShape
 from ..cost.shared_time import SharedTime
 
 if TYPE_CHECKING:
     from ..cost.calibration import Calibration
+    from ..cost.latency_profiles import Profile
     from ..cost.transfer_model import TransferModel
     from ..records import Load
     from ..state.instance_table import Cluster
@@ -119,13 +123,17 @@ class CalibratedProfiles:
         # By instance, before calibration; the one that was corrected longest ago is the first.
         self._latency: OrderedDict[str, Latency] = OrderedDict()
         self._works: dict[str, _Work] = {}
+        self._shapes: dict[str, PrefillShape] = {}  # by profile
 
     # -- instances ---------------------------------------------------------------------------------
 
-    def register(self, instance: str, latency: Latency, now: float) -> None:
-        """Take the profile of a registered instance: (c0, c1, c2, d0, d1, d2)."""
-        self._latency[instance] = latency
-        self._works.setdefault(instance, _Work(now, latency[3]))
+    def register(self, instance: str, profile: Profile, now: float) -> None:
+        """Take the profile of a registered instance."""
+        self._latency[instance] = profile.latency
+        self._works.setdefault(instance, _Work(now, profile.decode[0]))
+        name = self._cluster.spec(instance).profile
+        if name not in self._shapes or self._shapes[name].profile != profile.prefill:
+            self._shapes[name] = PrefillShape(profile.prefill, profile.tokens_max)
         self._correct(instance, now)
 
     def forget(self, instance: str) -> None:
@@ -148,8 +156,10 @@ class CalibratedProfiles:
             work.step(self._step_s(instance, load.running, load.context_tokens), now)
 
     def tick(self, now: float) -> None:
-        """Let factors that nobody observes return to their profiles': of some instances each time,
-        as a thousand would take milliseconds."""
+        """Let factors that nobody observes return to their profiles', and fit what was observed: of
+        some instances each time, as a thousand would take milliseconds."""
+        for profile, shape in self._shapes.items():
+            shape.fit(partial(self._calibration.prefill.factor, profile=profile, now=now))
         for instance in list(self._latency)[:_PER_TICK]:
             self._correct(instance, now)
 
@@ -186,6 +196,10 @@ class CalibratedProfiles:
         if self._had_no_decodes(work, flight.prefill_row, began_at):
             observed_s = now - began_at - self._load_s(flight)[0]
             self._observe(instance, "prefill", compute_s, observed_s, now)
+            if self._calibration.enabled and observed_s > 0:
+                prompt = flight.request.prompt_tokens
+                cached = prompt - _computed_tokens(flight)
+                self._shape(instance).observe(instance, prompt, cached, observed_s)
 
     def handed_over(self, flight: InflightRequest, now: float) -> None:
         """A request can decode now: observe its steps from here on, if it need not wait."""
@@ -258,8 +272,8 @@ class CalibratedProfiles:
         self._correct(instance, now)
 
     def _compute_s(self, flight: InflightRequest) -> float:
-        """Seconds to compute a prompt, by the profile."""
-        c0, c1, c2 = self._latency[self._cluster.name(flight.prefill_row)][:3]
+        """Seconds to compute a prompt, by the profile as it was corrected."""
+        c0, c1, c2 = self._shape(self._cluster.name(flight.prefill_row)).coefficients
         prompt = flight.request.prompt_tokens
         return float(prefill_s(c0, c1, c2, prompt, prompt - _computed_tokens(flight)))
 
@@ -286,13 +300,17 @@ class CalibratedProfiles:
         d0, d1, d2 = self._latency[instance][3:]
         return decode_step_s(d0, d1, d2, batch, context)
 
+    def _shape(self, instance: str) -> PrefillShape:
+        return self._shapes[self._cluster.spec(instance).profile]
+
     def _correct(self, instance: str, now: float) -> None:
         """Set an instance's latency columns to its profile's coefficients times its factors."""
         row, profile = self._cluster.row(instance), self._cluster.spec(instance).profile
         prefill = self._calibration.prefill.factor(instance, profile, now)
         decode = self._calibration.decode.factor(instance, profile, now)
         factors = (prefill, prefill, prefill, decode, decode, decode)
-        values = zip(_COLUMNS, self._latency[instance], factors, strict=True)
+        latency = (*self._shape(instance).coefficients, *self._latency[instance][3:])
+        values = zip(_COLUMNS, latency, factors, strict=True)
         for name, value, factor in values:
             getattr(self._cluster, name)[row] = value * factor
         self._latency.move_to_end(instance)

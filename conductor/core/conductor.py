@@ -275,11 +275,11 @@ class Conductor:
         for values out of range and for a latency profile that does not exist, and Conflict for
         `block_tokens` other than those of the model's other instances."""
         check_instance(spec)
-        latency = self._profile(spec.profile).latency
+        profile = self._profile(spec.profile)
         check_alike(spec, self.cluster.specs)
         self.names.make_room()
         before = self.cluster.spec(spec.id).model if spec.id in self.cluster else ""
-        self.cluster.register(spec, latency, now)
+        self.cluster.register(spec, profile.latency, now)
         if before == spec.model and spec.id in self.steering.flipping():
             self.cluster.assign(spec.id, on=False)  # a role flip may restart it: keep it draining
         self.dispatch.asks(self.cluster.row(spec.id), spec.labels.get(PULLS_LABEL) == "true", now)
@@ -288,7 +288,7 @@ class Conductor:
         if spec.node:
             self.index.holder(spec.node, "dram")
             self.index.holder(spec.node, "nvme")
-        self.profiles.register(spec.id, latency, now)
+        self.profiles.register(spec.id, profile, now)
 
     def heartbeat(self, instance: str, load: Load, now: float) -> None:
         """Take an instance's heartbeat with its load. Raises UnknownInstance, InvalidRequest."""

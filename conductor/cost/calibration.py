@@ -181,10 +181,12 @@ class Calibration:
 
     def __init__(self, settings: CalibrationSettings | None = None) -> None:
         settings = settings or CalibrationSettings()
+        self.enabled = settings.enabled
         self.prefill, self.decode = Factors(settings), Factors(settings)
 
     def configure(self, settings: CalibrationSettings) -> None:
         """Change the settings; factors stay."""
+        self.enabled = settings.enabled
         self.prefill.configure(settings)
         self.decode.configure(settings)
 

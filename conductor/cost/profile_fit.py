@@ -64,9 +64,8 @@ def fit_prefill(points: Sequence[Point]) -> Coefficients:
             f"prefill point {wrong[0]}: {n[wrong[0]]:g} tokens, {p[wrong[0]]:g} of them cached; "
             "at least the last token is computed, so give 0 <= p < n"
         )
-    columns = np.stack((np.ones_like(n), n - p, n * n - p * p), axis=1)
     hint = "measure at least three different lengths"
-    return _fit(columns, table[:, 2], "prefill", hint, positive=1)
+    return _fit(prefill_columns(n, p), table[:, 2], "prefill", hint, positive=1)
 
 
 def fit_decode(points: Sequence[Point]) -> Coefficients:
@@ -83,6 +82,11 @@ def fit_decode(points: Sequence[Point]) -> Coefficients:
     columns = np.stack((np.ones_like(batch), batch, context), axis=1)
     hint = "measure several batches, each with several lengths"
     return _fit(columns, table[:, 2], "decode", hint, positive=0)
+
+
+def prefill_columns(n: Floats, p: Floats) -> Floats:
+    """What (c0, c1, c2) are multiplied with, [points, 3]."""
+    return np.stack((np.ones_like(n), n - p, n * n - p * p), axis=1)
 
 
 def outliers(predicted_s: Floats, seconds: Floats) -> NDArray[np.bool_]:
@@ -120,11 +124,11 @@ def _fit(columns: Floats, seconds: Floats, kind: str, hint: str, positive: int) 
     except InvalidRequest:  # only with them are there enough different points
         kept = np.ones_like(kept)
     columns, seconds = columns[kept], seconds[kept]
-    c = _least_squares(columns, seconds)
+    c = least_squares(columns, seconds)
     if not c[positive]:
         floor = np.zeros_like(c)
         floor[positive] = _SHARE_MIN * (seconds / columns[:, positive]).min()
-        c = floor + _least_squares(columns, seconds, floor=floor)
+        c = floor + least_squares(columns, seconds, floor=floor)
     return float(c[0]), float(c[1]), float(c[2])
 
 
@@ -145,13 +149,13 @@ def _least_absolute(columns: Floats, seconds: Floats) -> Floats:
     weights = np.ones_like(seconds)
     c = np.zeros(columns.shape[1])
     for _ in range(_ABSOLUTE_ROUNDS):
-        c = _least_squares(columns, seconds, weights=weights)
+        c = least_squares(columns, seconds, weights=weights)
         ratio = np.maximum(columns @ c / seconds, _TINY)
         weights = 1.0 / np.sqrt(ratio * np.maximum(np.abs(ratio - 1.0), _TINY))
     return c
 
 
-def _least_squares(
+def least_squares(
     columns: Floats,
     seconds: Floats,
     *,

@@ -11,6 +11,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec import structs
 
 from tiffin.bench.sim.cluster.elastic_cluster import ElasticOptions, simulate_elastic
 from tiffin.bench.sim.cluster.simulation import SimulationOptions, simulate
@@ -18,6 +19,7 @@ from tiffin.bench.sim.instances.prefill_work import slowed
 from tiffin.bench.traces.trace import Trace, TraceRequest
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.cost import latency_profiles
+from tiffin.conductor.cost.latency_model import prefill_s
 from tiffin.conductor.records import Role
 
 if TYPE_CHECKING:
@@ -121,6 +123,27 @@ def test_noise_is_averaged() -> None:
     factors = [factor for _, factor in made.learnt(Role.PREFILL)]
     near = [factor for factor in factors if factor == pytest.approx(1.4, rel=0.05)]
     assert len(near) >= 0.95 * len(factors)
+
+
+def test_what_is_not_a_multiple_is_learnt_too() -> None:
+    """Each prefill takes 0.2 s more than by the profile: as much again as that of a short one."""
+    c0, c1, c2 = PROFILE.prefill
+
+    def core(options: SimulationOptions, profiles: object) -> Conductor:
+        made.append(Watched(settings=options.settings(), dice=random.Random(1)))
+        return made[0]
+
+    def profiles(name: str) -> Profile:
+        return structs.replace(latency_profiles.load(name), prefill=(c0 + 0.2, c1, c2))
+
+    made: list[Watched] = []
+    simulate(STEADY, SimulationOptions(prefill=4, decode=2), core=core, profiles=profiles)
+    cluster = made[0].cluster
+    for row in [cluster.row(f"prefill-{number}") for number in range(4)]:
+        found = [float(column[row]) for column in (cluster.c0, cluster.c1, cluster.c2)]
+        for tokens, cached in ((924, 0), (3000, 2500), (3000, 0), (6000, 5000), (6000, 0)):
+            real_s = prefill_s(c0 + 0.2, c1, c2, tokens, cached)
+            assert prefill_s(*found, tokens, cached) == pytest.approx(real_s, rel=0.1)
 
 
 @pytest.mark.slow

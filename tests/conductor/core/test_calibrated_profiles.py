@@ -59,6 +59,22 @@ class TestPrefill:
             now = self.serve(made, at, wait_s=0.0, took_s=took_s, computed=3000)
         assert factors(made, "p", now)[0] == pytest.approx(1.0, abs=0.03)
 
+    def test_short_and_long_prompts_are_told_apart(self) -> None:
+        """Each takes some milliseconds more than by the profile, which no factor can tell."""
+        made, now, dice, errors = apart(), 0.0, random.Random(1), []
+        for at in range(150):
+            name, tokens = f"r{at}", dice.choice([600, 1500, 6000, 20_000])
+            took_s = 0.3 + float(prefill_s(*KNOWN.prefill, tokens, 0))
+            decision = made.schedule(Request(name, "m", tokens), now)
+            assert isinstance(decision, Decision)
+            errors.append(abs(decision.predicted_ttft_s / took_s - 1))
+            tell(made, name, "prefill_began", now=now)
+            now += took_s
+            tell(made, name, "prefill_done", "first_token", "finished", now=now)
+            made.profiles.tick(now)
+        assert max(errors[:20]) > 0.5
+        assert max(errors[100:]) < 0.2
+
     @pytest.mark.parametrize("first", ["prefill_done", "first_token"])
     def test_events_count_once_in_any_order(self, first: str) -> None:
         made = apart()
