@@ -313,6 +313,7 @@ class CalibratedProfiles:
         values = zip(_COLUMNS, latency, factors, strict=True)
         for name, value, factor in values:
             getattr(self._cluster, name)[row] = value * factor
+        self._cluster.prefill_error[row] = self._calibration.prefill.error(instance)
         self._latency.move_to_end(instance)
 
 

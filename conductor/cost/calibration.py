@@ -39,6 +39,10 @@ FACTOR_MIN, FACTOR_MAX = 0.25, 4.0
 # With fewer observations, a median can not outvote a wrong one.
 OBSERVATIONS_MIN = 3
 
+# The standard error of a median is 1.25 standard deviations over the root of the number; one of
+# these is 1.48 times the median distance from the median.
+_ERROR_OF_SPREAD = 1.25 * 1.48
+
 # With fewer instances, a quartile is one of them.
 AGREEING_MIN = 4
 # Ratio of the quartiles of factors that agree: some errors of a median of noisy observations.
@@ -68,10 +72,11 @@ class _Factor:
     """One factor, the last ratios of observed to profile seconds, as logarithms, and the time of
     the last one."""
 
-    __slots__ = ("log", "observed_at", "profile", "ratios")
+    __slots__ = ("error", "log", "observed_at", "profile", "ratios")
 
     def __init__(self, profile: str, log: float, window: int) -> None:
         self.profile, self.log, self.observed_at = profile, log, -math.inf
+        self.error = 0.0
         self.ratios: deque[float] = deque(maxlen=window)
 
     @property
@@ -114,7 +119,12 @@ class Factors:
             one.ratios.clear()  # they are of the past
         one.observed_at = max(now, one.observed_at)
         one.ratios.append(ratio)
-        one.log = self._moved(log, median(one.ratios)) if one.known else log
+        one.log = log
+        if one.known:
+            middle = median(one.ratios)
+            one.log = self._moved(log, middle)
+            spread = median(abs(each - middle) for each in one.ratios)
+            one.error = _ERROR_OF_SPREAD * spread / math.sqrt(len(one.ratios))
         return math.exp(one.log)
 
     def factor(self, instance: str, profile: str, now: float) -> float:
@@ -125,6 +135,11 @@ class Factors:
         """How many observations of an instance count now; `window` at most."""
         one = self._factors.get(instance)
         return 0 if one is None else len(one.ratios)
+
+    def error(self, instance: str) -> float:
+        """The standard error of an instance's factor, as a share of it; 0 while it is not known."""
+        one = self._factors.get(instance)
+        return 0.0 if one is None else one.error
 
     def expected(self, profile: str, now: float) -> float:
         """The factor of an instance of this profile that was not observed: that of the others if

@@ -110,6 +110,9 @@ class Policy(Protocol):
         """The best candidate, by this policy."""
 
 
+# The largest share by which errors of calibration make two instances equal, as of `near_share`.
+_ERROR_MAX = 0.2
+
 _POLICIES: dict[str, Callable[[], Policy]] = {}
 
 
@@ -148,26 +151,31 @@ def quickest(
     question: PolicyQuestion, cost_s: Floats, work_s: Floats, waits_s: Floats | None = None
 ) -> int:
     """The index of the lowest TTFT, or other cost in seconds, [candidates]. Candidates within
-    `near_share` of it are ties, as the latency model can not tell them apart. Of these the shortest
+    `near_share` of it are ties, as the latency model can not tell them apart, and so are those that
+    the errors of both calibrated factors do not tell apart. Of these the shortest
     wait for the hand-over wins (`waits_s` [candidates], see `handover_wait.py`; times as near as
     above are the same), then the least work (`work_s` [candidates]: seconds to load blocks and to
     compute), then the fewest decodes, which each prefill there delays; then a random choice.
     Without these tie-breakers, an instance that is quicker by a millionth would get all requests
     until it is full, and would recompute blocks that another instance could use with the same TTFT.
     """
-    factor, everybody = 1.0 + question.settings.near_share, len(cost_s)
-    least = int(cost_s.argmin())
-    near = (cost_s <= cost_s[least] * factor).nonzero()[0]
+    least, everybody = int(cost_s.argmin()), len(cost_s)
+    errors = question.cluster.prefill_error.take(question.rows)
+    shares = np.minimum(2.0 * np.hypot(errors, errors[least]), _ERROR_MAX)
+    shares = np.maximum(shares, question.settings.near_share)
+    near = (cost_s <= cost_s[least] * (1.0 + shares)).nonzero()[0]
     if len(near) < 2:
         return least
+    shares = shares if len(near) == everybody else shares.take(near)
     if waits_s is not None:
         waits_s = waits_s if len(near) == everybody else waits_s.take(near)
         near_s = cost_s[least] * question.settings.near_share
         soon = waits_s <= waits_s[waits_s.argmin()] + near_s
-        near = near if soon.all() else near[soon]
+        if not soon.all():
+            near, shares = near[soon], shares[soon]
     # With a hot prompt all candidates are near: skipping `take` then saves some microseconds.
     work_s = work_s if len(near) == everybody else work_s.take(near)
-    little = work_s <= work_s[work_s.argmin()] * factor
+    little = work_s <= work_s[work_s.argmin()] * (1.0 + shares)
     near = near if little.all() else near[little]
     rows = question.rows if len(near) == everybody else question.rows.take(near)
     batch = question.cluster.batch.take(rows)

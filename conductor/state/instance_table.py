@@ -75,6 +75,7 @@ _COLUMNS: dict[str, tuple[Any, Any]] = {
     "d0": (np.float64, 0.0),
     "d1": (np.float64, 0.0),
     "d2": (np.float64, 0.0),
+    "prefill_error": (np.float64, 0.0),  # of the factor that c0, c1 and c2 have in them, a share
 }
 
 
@@ -113,6 +114,7 @@ class Cluster:
     d0: NDArray[np.float64]
     d1: NDArray[np.float64]
     d2: NDArray[np.float64]
+    prefill_error: NDArray[np.float64]
 
     def __init__(self) -> None:
         self.version = 0

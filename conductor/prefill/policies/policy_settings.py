@@ -126,7 +126,8 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """For `kvcache_centric`: predicted TTFTs at most this much above the lowest count
     as equal to it; of these instances who has the least to bring and to compute is chosen, then who
     has the fewest decodes. Predictions are off by some 5 % in the mean; an instance that was
-    measured to be a little faster than all others must not get everything."""
+    measured to be a little faster than all others must not get everything. Where calibration is
+    less exact, its errors count instead."""
 
     prefix_aware: PrefixAwareSettings = PrefixAwareSettings()
     kv_cost: KvCostSettings = KvCostSettings()

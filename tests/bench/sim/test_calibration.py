@@ -20,7 +20,7 @@ from tiffin.bench.traces.trace import Trace, TraceRequest
 from tiffin.conductor.core import Conductor
 from tiffin.conductor.cost import latency_profiles
 from tiffin.conductor.cost.latency_model import prefill_s
-from tiffin.conductor.records import Role
+from tiffin.conductor.records import Decision, Rejection, Request, Role
 
 if TYPE_CHECKING:
     from tiffin.conductor.cost.latency_profiles import Profile
@@ -144,6 +144,37 @@ def test_what_is_not_a_multiple_is_learnt_too() -> None:
         for tokens, cached in ((924, 0), (3000, 2500), (3000, 0), (6000, 5000), (6000, 0)):
             real_s = prefill_s(c0 + 0.2, c1, c2, tokens, cached)
             assert prefill_s(*found, tokens, cached) == pytest.approx(real_s, rel=0.1)
+
+
+class Placed(Conductor):
+    """Keeps where prompts are computed."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.at: list[str] = []
+
+    def schedule(self, request: Request, now: float) -> Decision | Rejection:
+        decided = super().schedule(request, now)
+        if isinstance(decided, Decision) and now >= LEARNT_S:
+            self.at.append(decided.prefill)
+        return decided
+
+
+def test_noise_does_not_choose_between_equals() -> None:
+    """Of two alike that idle, one looks a little faster for as long as it is not asked more."""
+    shares = []
+    for seed in range(3):
+        dice, made = random.Random(seed), []
+
+        def core(options: SimulationOptions, profiles: object) -> Conductor:
+            made.append(Placed(settings=options.settings(), dice=random.Random(1)))  # noqa: B023
+            return made[0]  # noqa: B023
+
+        new = [TraceRequest(3.0 * at, dice.randint(600, 6000), 100, ()) for at in range(200)]
+        options = SimulationOptions(prefill=2, decode=1, noise=0.2)
+        simulate(Trace("new", tuple(new)), options, core=core, profiles=latency_profiles.load)
+        shares.append(made[0].at.count("prefill-0") / len(made[0].at))
+    assert all(0.3 < share < 0.7 for share in shares), shares
 
 
 @pytest.mark.slow

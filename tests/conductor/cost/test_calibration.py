@@ -69,6 +69,20 @@ def test_outliers_do_not_move_it(outliers: list[float], ratio: float) -> None:
         assert one.factor("a", "profile", 0.0) == pytest.approx(settled)
 
 
+def test_it_knows_how_far_it_may_be_off() -> None:
+    """Of many factors of noisy times, two thirds are within one standard error of the truth."""
+    dice, within, errors = random.Random(1), 0, []
+    for _ in range(100):
+        one = factors()
+        assert one.error("a") == 0.0
+        for _ in range(100):
+            one.observe("a", "profile", 1.0, 1.2 * dice.lognormvariate(0.0, 0.1), 0.0)
+        errors.append(one.error("a"))
+        within += abs(math.log(one.factor("a", "profile", 0.0) / 1.2)) < one.error("a")
+    assert sum(errors) / 100 == pytest.approx(0.0175, rel=0.1)
+    assert 50 < within < 85
+
+
 def test_a_lasting_change_is_followed() -> None:
     one = factors()
     settle(one, 1.0)
