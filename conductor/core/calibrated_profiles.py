@@ -31,7 +31,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..cost.latency_model import decode_step_s, prefill_s
@@ -158,8 +157,8 @@ class CalibratedProfiles:
     def tick(self, now: float) -> None:
         """Let factors that nobody observes return to their profiles', and fit what was observed: of
         some instances each time, as a thousand would take milliseconds."""
-        for profile, shape in self._shapes.items():
-            shape.fit(partial(self._calibration.prefill.factor, profile=profile, now=now))
+        for shape in self._shapes.values():
+            shape.fit()
         for instance in list(self._latency)[:_PER_TICK]:
             self._correct(instance, now)
 
@@ -196,10 +195,11 @@ class CalibratedProfiles:
         if self._had_no_decodes(work, flight.prefill_row, began_at):
             observed_s = now - began_at - self._load_s(flight)[0]
             self._observe(instance, "prefill", compute_s, observed_s, now)
-            if self._calibration.enabled and observed_s > 0:
+            usual = self._calibration.prefill.median(instance)
+            if self._calibration.enabled and usual is not None and observed_s > 0:
                 prompt = flight.request.prompt_tokens
                 cached = prompt - _computed_tokens(flight)
-                self._shape(instance).observe(instance, prompt, cached, observed_s)
+                self._shape(instance).observe(prompt, cached, observed_s / usual)
 
     def handed_over(self, flight: InflightRequest, now: float) -> None:
         """A request can decode now: observe its steps from here on, if it need not wait."""

@@ -72,11 +72,11 @@ class _Factor:
     """One factor, the last ratios of observed to profile seconds, as logarithms, and the time of
     the last one."""
 
-    __slots__ = ("error", "log", "observed_at", "profile", "ratios")
+    __slots__ = ("error", "log", "middle", "observed_at", "profile", "ratios")
 
     def __init__(self, profile: str, log: float, window: int) -> None:
         self.profile, self.log, self.observed_at = profile, log, -math.inf
-        self.error = 0.0
+        self.middle = self.error = 0.0
         self.ratios: deque[float] = deque(maxlen=window)
 
     @property
@@ -121,9 +121,9 @@ class Factors:
         one.ratios.append(ratio)
         one.log = log
         if one.known:
-            middle = median(one.ratios)
-            one.log = self._moved(log, middle)
-            spread = median(abs(each - middle) for each in one.ratios)
+            one.middle = median(one.ratios)
+            one.log = self._moved(log, one.middle)
+            spread = median(abs(each - one.middle) for each in one.ratios)
             one.error = _ERROR_OF_SPREAD * spread / math.sqrt(len(one.ratios))
         return math.exp(one.log)
 
@@ -135,6 +135,12 @@ class Factors:
         """How many observations of an instance count now; `window` at most."""
         one = self._factors.get(instance)
         return 0 if one is None else len(one.ratios)
+
+    def median(self, instance: str) -> float | None:
+        """The median of an instance's last observations, which its factor moves towards; None while
+        it is not known."""
+        one = self._factors.get(instance)
+        return math.exp(one.middle) if one is not None and one.known else None
 
     def error(self, instance: str) -> float:
         """The standard error of an instance's factor, as a share of it; 0 while it is not known."""

@@ -6,7 +6,7 @@ that a neighbour slowed down some prompts while a profile was measured: then one
 for some prompts and too low for others, whatever it is. So a profile's (c0, c1, c2) are fitted anew
 to the last prefills of all its instances, and to its own seconds at some lengths: where nobody was
 observed, such as at lengths that nobody asks for, they stay as they are. Each prefill counts in
-seconds of an instance whose factor is 1, so that what all have in common is left to the factors.
+multiples of what its instance's last ones have in common, so that this is left to the factors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import numpy as np
 from .profile_fit import least_squares, outliers, prefill_columns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .profile_fit import Coefficients
 
 # Prefills that count: three coefficients are within some 2% where times vary by 10%.
@@ -40,28 +38,26 @@ class PrefillShape:
 
     def __init__(self, profile: Coefficients, tokens_max: int) -> None:
         self.coefficients = self.profile = profile
-        most = min(tokens_max, _TOKENS_MAX)
+        most = min(max(tokens_max, 1), _TOKENS_MAX)
         lengths = np.geomspace(min(_TOKENS_MIN, max(most // 8, 1)), most, _LENGTHS)
         n = np.repeat(lengths, len(_SHARES))
         self._own = prefill_columns(n, n * np.tile(_SHARES, _LENGTHS))
-        self._seen: deque[tuple[str, int, int, float]] = deque(maxlen=_SEEN)
+        self._seen: deque[tuple[int, int, float]] = deque(maxlen=_SEEN)
         self._news = False
 
-    def observe(self, instance: str, tokens: int, cached: int, seconds: float) -> None:
-        """An instance took so long for a prompt."""
-        self._seen.append((instance, tokens, cached, seconds))
+    def observe(self, tokens: int, cached: int, seconds: float) -> None:
+        """An instance whose prefills take as long as the profile's took so long for a prompt."""
+        self._seen.append((tokens, cached, seconds))
         self._news = True
 
-    def fit(self, factor: Callable[[str], float]) -> None:
-        """Correct the coefficients by what was observed since. `factor`: of an instance."""
+    def fit(self) -> None:
+        """Correct the coefficients by what was observed since."""
         if not self._news or len(self._seen) < _SEEN_MIN:
             return
         self._news = False
-        factors = {name: factor(name) for name, *_ in self._seen}
-        rows = [(n, p, seconds / factors[name]) for name, n, p, seconds in self._seen]
-        n, p, seconds = np.array(rows, np.float64).T
+        n, p, seconds = np.array(self._seen, np.float64).T
         columns = prefill_columns(n, p)
-        seconds /= np.median(seconds / (columns @ self.profile))
+        seconds = seconds / np.median(seconds / (columns @ self.profile))
         kept = ~outliers(columns @ self.coefficients, seconds)
         columns = np.concatenate((columns[kept], self._own))
         seconds = np.concatenate((seconds[kept], self._own @ self.profile))

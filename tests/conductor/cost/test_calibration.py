@@ -70,7 +70,7 @@ def test_outliers_do_not_move_it(outliers: list[float], ratio: float) -> None:
 
 
 def test_it_knows_how_far_it_may_be_off() -> None:
-    """Of many factors of noisy times, two thirds are within one standard error of the truth."""
+    """Of many factors of noisy times, two thirds are within a standard error of the truth."""
     dice, within, errors = random.Random(1), 0, []
     for _ in range(100):
         one = factors()

@@ -35,8 +35,9 @@ def seen(
         name, n = dice.choice(list(instances)), dice.randint(*tokens)
         p = int(n * dice.choice((0.0, 0.5, 0.9)))
         seconds = instances[name] * seconds_of(real, n, p) * dice.lognormvariate(0, noise)
-        shape.observe(name, n, p, seconds + (dice.random() < pauses) * dice.uniform(2.0, 9.0))
-        shape.fit(instances.__getitem__)
+        seconds += (dice.random() < pauses) * dice.uniform(2.0, 9.0)
+        shape.observe(n, p, seconds / instances[name])
+        shape.fit()
     return shape
 
 
@@ -68,13 +69,8 @@ def test_a_right_profile_stays_as_it_is() -> None:
 
 
 def test_what_is_slow_alike_is_the_factors_business() -> None:
-    """Also while a factor has yet to find it."""
-    dice, shape, factor = random.Random(1), PrefillShape(KNOWN.prefill, KNOWN.tokens_max), 1.0
-    for number in range(60):
-        n, factor = dice.randint(500, 20_000), min(2.0, 1.03**number)
-        shape.observe("a", n, 0, 2.0 * seconds_of(KNOWN.prefill, n, 0))
-        shape.fit(lambda _, now=factor: now)
-        assert shape.coefficients == pytest.approx(KNOWN.prefill)
+    slow = (2.0 * C0, 2.0 * C1, 2.0 * C2)
+    assert seen(slow, {"a": 1.0}, noise=0.0).coefficients == pytest.approx(KNOWN.prefill)
 
 
 def test_lengths_that_nobody_asks_for_are_as_the_profile_says() -> None:
