@@ -42,12 +42,9 @@ OWN_PAGES = 128
 _MEASURED_TOKENS, _MEASURED_ANSWER = (130, 600, 1500, 3000), 24
 _BATCHES = (1, 2, 4)
 _WAIT_S = 60.0
-# Times vary by some tenths on a few cores that everything shares: what is measured to be a little
-# faster must not get every new conversation.
-_NEAR = {"policy": {"near_share": 0.15}}
 _CHANGES: dict[Way, dict[str, Any]] = {
-    "key spaces": _NEAR,
-    "events alone": {**_NEAR, "discovery": {"key_spaces": False}},
+    "key spaces": {},
+    "events alone": {"discovery": {"key_spaces": False}},
     "round robin": {"policy": {"name": "round_robin"}},
     "no pool": {"policy": {"name": "round_robin"}},
 }
