@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 _SEEN = 200
 # With fewer, what they have in common and what they differ in are not told apart.
 _SEEN_MIN = 8
-# The profile's own points: lengths, and how much of each is cached; together they weigh as much as
-# three prefills.
-_LENGTHS, _SHARES = 5, (0.0, 0.5, 0.95)
-_BELIEVED = 0.2
+# The profile's own points: whole prompts of so many lengths, which together weigh as much as one
+# prefill. Of one that is nearly all cached, a small c0 would be most of the seconds, and be kept.
+_LENGTHS, _BELIEVED = 5, 0.2
 # From the shortest that is measured for a profile to the longest; if it does not tell, this.
 _TOKENS_MIN, _TOKENS_MAX = 512, 131_072
 
@@ -40,8 +39,7 @@ class PrefillShape:
         self.coefficients = self.profile = profile
         most = min(max(tokens_max, 1), _TOKENS_MAX)
         lengths = np.geomspace(min(_TOKENS_MIN, max(most // 8, 1)), most, _LENGTHS)
-        n = np.repeat(lengths, len(_SHARES))
-        self._own = prefill_columns(n, n * np.tile(_SHARES, _LENGTHS))
+        self._own = prefill_columns(lengths, np.zeros_like(lengths))
         self._seen: deque[tuple[int, int, float]] = deque(maxlen=_SEEN)
         self._news = False
 

@@ -73,7 +73,7 @@ class TestPrefill:
             tell(made, name, "prefill_done", "first_token", "finished", now=now)
             made.profiles.tick(now)
         assert max(errors[:20]) > 0.5
-        assert max(errors[100:]) < 0.2
+        assert max(errors[100:]) < 0.1
 
     @pytest.mark.parametrize("first", ["prefill_done", "first_token"])
     def test_events_count_once_in_any_order(self, first: str) -> None:

@@ -59,7 +59,7 @@ def test_what_each_prefill_has_beside_its_tokens_is_learnt(pauses: float) -> Non
     """Otherwise one factor is too low for short ones and too high for long ones."""
     unknown = PrefillShape(KNOWN.prefill, KNOWN.tokens_max)
     assert off(unknown, REAL, POINTS) > 1.5
-    assert off(seen(REAL, {"a": 1.0, "b": 1.3}, pauses=pauses), REAL, POINTS) < 0.2
+    assert off(seen(REAL, {"a": 1.0, "b": 1.3}, pauses=pauses), REAL, POINTS) < 0.1
 
 
 def test_a_right_profile_stays_as_it_is() -> None:
