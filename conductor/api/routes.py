@@ -22,7 +22,7 @@ from ..web.metrics import CONTENT_TYPE
 from ..web.time_slices import TimeSlices
 from ..wire import conversions, event_batch, models, pool_models, schedule_batch
 from ..wire.answers import JSON, Refusal, answer, answer_all, ready, rejected
-from ..wire.block_keys import parse_keys
+from ..wire.block_keys import media_of, parse_keys
 from ..wire.decision_text import Shown
 from . import engine_routes, queue_routes
 from .decision_stream import events as stream_events
@@ -309,7 +309,8 @@ async def match(
         raise InvalidRequest("token_ids need a model, whose keys they have, and no part_keys")
     else:
         assert tokens is not None
-        spaces = service.models.keys(body.model, tokens, body.namespace)
+        media = media_of(body.media, len(tokens))
+        spaces = service.models.keys(body.model, tokens, body.namespace, media=media)
     views = [service.core.match(one.blocks, service.clock(), one.parts) for one in spaces]
     holders = [one for view in views for one in view.holders]
     holders.sort(key=lambda one: (-one.blocks, -one.part_tokens))

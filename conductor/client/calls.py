@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from httpx_sse import ServerSentEvent
 
     from tiffin.kvstore import KVSchema
+    from tiffin.kvstore.format.media import Media
 
     from ..errors import ConductorError
     from ..records import InstanceSpec, Load, Request, RequestEvent, Role
@@ -106,19 +107,22 @@ def schedule(
     token_ids: Sequence[int] | None = None,
     namespace: str = "",
     cache_salt: str = "",
+    media: Sequence[Media] = (),
     waiter: str = "",
     trace: Mapping[str, str] | None = None,
 ) -> RestCall[DecisionReply | Rejection]:
     """Place a request: a decision, or a rejection with its reason. With `token_ids` the client
     does not send the keys and the length in `request`, and the conductor computes them, in a
-    `namespace` and with a `cache_salt`. `waiter`: who asks for its release, with others, by
-    `releases`. `trace`: the headers of its W3C trace context."""
+    `namespace`, with a `cache_salt`, and with the images, sounds and videos of `media`. `waiter`:
+    who asks for its release, with others, by `releases`. `trace`: the headers of its W3C trace
+    context."""
     return schedule_one(
         prompt(
             request,
             token_ids=token_ids,
             namespace=namespace,
             cache_salt=cache_salt,
+            media=media,
             waiter=waiter,
             trace=trace,
         )
@@ -131,6 +135,7 @@ def prompt(
     token_ids: Sequence[int] | None = None,
     namespace: str = "",
     cache_salt: str = "",
+    media: Sequence[Media] = (),
     waiter: str = "",
     trace: Mapping[str, str] | None = None,
 ) -> bytes:
@@ -159,6 +164,8 @@ def prompt(
         body |= {"token_ids": list(token_ids), "namespace": namespace}
         if cache_salt:  # which an older conductor does not take
             body["cache_salt"] = cache_salt
+        if media:
+            body["media"] = [one._asdict() for one in media]
     else:
         body["prompt_tokens"] = request.prompt_tokens
         if request.keys:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 
+    from tiffin.kvstore.format.media import Media
+
     from ..records import Rejection, Request, RequestEvent
     from ..wire.models import DecisionReply, EntryReply
     from .calls import EventResult, RestCall
@@ -246,6 +248,7 @@ class AsyncConductorClient(_Verbs):
         token_ids: Sequence[int] | None = None,
         namespace: str = "",
         cache_salt: str = "",
+        media: Sequence[Media] = (),
         waiter: str = "",
         trace: Mapping[str, str] | None = None,
     ) -> DecisionReply | Rejection:
@@ -255,6 +258,7 @@ class AsyncConductorClient(_Verbs):
             token_ids=token_ids,
             namespace=namespace,
             cache_salt=cache_salt,
+            media=media,
             waiter=waiter,
             trace=trace,
         )

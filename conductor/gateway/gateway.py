@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ..web.tracing import Span
     from .config import GatewayConfig, GatewayLimits
     from .engines.engine_client import Relayed, Whole
+    from .engines.rendered import Tokens
     from .openai.openai_request import ClientRequest
     from .openai.tokenizing import Sized
     from .requests.continuation import Continuation
@@ -375,9 +376,9 @@ class Gateway:
         else:
             self.clients.keep(day, used, self.clock())
 
-    async def _remote_tokens(self, ask: ClientRequest) -> list[int] | None:
+    async def _remote_tokens(self, ask: ClientRequest, media: bool) -> Tokens | None:
         target = self.known.any(ask.model)
-        return None if target is None else await self._engines.tokenize(target, ask)
+        return None if target is None else await self._engines.tokenize(target, ask, media=media)
 
 
 async def _often(interval_s: float, work: Callable[[], Awaitable[None]]) -> None:

@@ -8,10 +8,11 @@ import numpy as np
 
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.format.keys import Prefix
+from tiffin.kvstore.format.media import Media, media_extras
 
 from ..errors import Conflict, InvalidRequest
 from ..records import KEY_BYTES, KEYS_MAX, PromptKeys
-from ..state.part_keys import part_keys
+from ..state.part_keys import PART_TOKENS, part_keys
 from .announced_spaces import AnnouncedSpaces
 from .models import KEY_HEX
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiffin.kvstore.format.schema import KVSchema
+
+    from .models import MediaBody
 
 # A schema has some hundred KiB at most, and a conductor serves some dozens of models.
 MODELS_MAX = 1024
@@ -48,6 +51,24 @@ def parse_keys(texts: Sequence[str], field: str = "block_keys") -> tuple[bytes, 
         raise InvalidRequest(_complaint(texts, field))
     # The cast is needed because numpy's type also covers voids with fields, which become tuples.
     return tuple(cast("list[bytes]", np.frombuffer(raw, _KEY).tolist()))
+
+
+def media_of(bodies: Sequence[MediaBody], prompt_tokens: int) -> tuple[Media, ...]:
+    """The images, sounds and videos of a prompt. Raises InvalidRequest unless they are in the order
+    of their tokens, one behind the other, and within the prompt."""
+    end = 0
+    for index, one in enumerate(bodies):
+        if one.offset < end:
+            raise InvalidRequest(
+                f"media[{index}] begins at token {one.offset}, where others are up to {end}: send "
+                "them in the order of their tokens"
+            )
+        end = one.offset + one.length
+        if end > prompt_tokens:
+            raise InvalidRequest(
+                f"media[{index}] is up to token {end} of a prompt of {prompt_tokens}"
+            )
+    return tuple(Media(one.identifier, one.offset, one.length) for one in bodies)
 
 
 class KeyedModels:
@@ -106,11 +127,13 @@ class KeyedModels:
         held: Callable[[Sequence[bytes]], int] = lambda _: 0,
         *,
         salt: str = "",
+        media: Sequence[Media] = (),
     ) -> tuple[PromptKeys, ...]:
         """The keys of a prompt in each key space of its model's engines, in that of most engines
         first; none where a space has a secret that is not known, and for an adapter or a salt where
         no engine has announced what becomes of them. `held` gives how many of the leading blocks
-        somebody has: part keys begin there. Raises InvalidRequest.
+        somebody has: part keys begin there. `media` are in the order of their tokens (`media_of`).
+        Raises InvalidRequest.
 
         131,072 tokens take 0.2 ms, for each space.
         """
@@ -131,11 +154,17 @@ class KeyedModels:
                 found.append(PromptKeys(space=space))
                 continue
             try:
-                prefix = Prefix(schema, token_ids, name, secret)
+                extras = media_extras(media, schema.block_tokens)
+                prefix = Prefix(schema, token_ids, name, secret, extras)
             except InvalidInput as error:
                 raise InvalidRequest(str(error)) from error
             after = held(prefix.keys)
             parts = part_keys(prefix, secret, after)
+            begin = after * schema.block_tokens
+            # They say nothing of media, so they end before the first of their block.
+            first = next((one.offset for one in media if one.offset + one.length > begin), None)
+            if first is not None:
+                parts = parts[: max(0, first - begin) // PART_TOKENS]
             found.append(PromptKeys(prefix.keys, parts, after, space))
         return tuple(found)
 

@@ -19,7 +19,7 @@ from ..records import (
     Role,
 )
 from ..state.request_ids import name_of, parted
-from .block_keys import parse_keys
+from .block_keys import media_of, parse_keys
 from .models import (
     ID_MAX,
     BecameReply,
@@ -86,10 +86,14 @@ def to_request(
         if body.block_keys is not None or body.part_keys or prompt_tokens is not None:
             raise InvalidRequest("token_ids say all: send no keys and no prompt_tokens")
         prompt_tokens = len(tokens)
-        spaces = models.keys(body.model, tokens, body.namespace, held, salt=body.cache_salt)
-    elif body.namespace or body.cache_salt:
+        spaces = models.keys(
+            *(body.model, tokens, body.namespace, held),
+            salt=body.cache_salt,
+            media=media_of(body.media, len(tokens)),
+        )
+    elif body.namespace or body.cache_salt or body.media:
         raise InvalidRequest(
-            "namespace and cache_salt go with token_ids: block_keys have them in them"
+            "namespace, cache_salt and media go with token_ids: block_keys have them in them"
         )
     elif prompt_tokens is None:
         raise InvalidRequest(

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from tiffin.kvstore.text import PLAIN
+
 from ..records import EXCLUDE_MAX, KEYS_MAX, TOKENS_MAX
 from ..state.part_keys import PART_KEYS_MAX, PART_TOKENS
 
@@ -27,6 +29,7 @@ DECISIONS_MAX = 1000
 CANDIDATES_MAX = 64
 HOT_MAX = 1000
 NEXT_MAX = 1024
+MEDIA_MAX = 4096
 RELEASE_WAIT_S_MAX = 60.0
 
 Id = Annotated[
@@ -53,6 +56,32 @@ TokenIds = Annotated[
         max_length=TOKENS_MAX,
         description="The prompt's token ids. Takes a model that was registered with a schema.",
         examples=[[128000, 9906, 1917]],
+    ),
+]
+
+
+class MediaBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image, a sound or a video of a prompt, whose placeholders are `length` tokens from token
+    `offset` on."""
+
+    identifier: Annotated[
+        str,
+        Meta(
+            max_length=NAME_MAX,
+            pattern=PLAIN,
+            description="What the engine's prefix cache knows it by: vLLM's `mm_hashes`.",
+        ),
+    ]
+    offset: Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+    length: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+
+
+MediaList = Annotated[
+    list[MediaBody],
+    Meta(
+        max_length=MEDIA_MAX,
+        description="With token_ids: the images, sounds and videos behind their placeholders, in "
+        "the order of their tokens.",
     ),
 ]
 # The pattern is checked in bulk by `keying.parse_keys`: 256 regular expressions take 80 µs.
@@ -154,6 +183,7 @@ class ScheduleBody(Body, frozen=True, kw_only=True):
         Name,
         Meta(description="With token_ids: of the engine's request, as it shares with no other."),
     ] = ""
+    media: MediaList = []
     objectives: Annotated[
         ObjectivesBody, Meta(description="Without them nothing is rejected for time.")
     ] = ObjectivesBody()
@@ -507,6 +537,7 @@ class MatchBody(Body, frozen=True, kw_only=True):
     token_ids: TokenIds | None = None
     model: ModelName | None = None
     namespace: Name = ""
+    media: MediaList = []
 
 
 class HolderReply(Reply, frozen=True, kw_only=True):

@@ -88,7 +88,8 @@ class Engine:
     on, and for `compute` before a prefill. It dies before number `die_at`; with -1 before an
     answer's first byte, and is the only one of its `rivals` that does. `odd` is a false answer
     that it gives instead, with its content type, and `encoding` that of its content. `stored`: what
-    it tells of a prefill's blocks in the pool, `cached` of the prompt's tokens that it had."""
+    it tells of a prefill's blocks in the pool, `cached` of the prompt's tokens that it had,
+    `rendered` of a chat's images."""
 
     name: str
     role: Role = Role.MIXED
@@ -108,6 +109,7 @@ class Engine:
     stored: dict[str, int] = field(default_factory=lambda: {"blocks": 1})
     rivals: Sequence[Engine] = ()
     cached: int | None = None
+    rendered: tuple[int, Any] = (403, {"error": "disabled"})
 
     def __post_init__(self) -> None:
         self.compute.set()
@@ -121,6 +123,10 @@ class Engine:
         self.calls.append((http.url.path, body, dict(http.headers)))
         if http.url.path == "/tokenize":
             await self._tokenize(body)(scope, receive, send)
+            return
+        if http.url.path.endswith("/render"):
+            status, said = self.rendered
+            await JSONResponse(said, status)(scope, receive, send)
             return
         if self.odd is not None:
             kind, content = self.odd
@@ -148,7 +154,8 @@ class Engine:
     @property
     def completions(self) -> list[dict[str, Any]]:
         """The bodies of its completion requests."""
-        return [body for path, body, _ in self.calls if path != "/tokenize"]
+        asides = ("/tokenize", "/v1/chat/completions/render")
+        return [body for path, body, _ in self.calls if path not in asides]
 
     def _die(self) -> NoReturn:
         for rival in self.rivals:
@@ -158,7 +165,7 @@ class Engine:
     def _tokenize(self, body: dict[str, Any]) -> Any:
         if not self.tokenizes:
             return PlainTextResponse("Not Found", 404)
-        text = body.get("prompt") or "".join(m["content"] for m in body["messages"])
+        text = body.get("prompt") or "".join(str(m["content"]) for m in body["messages"])
         return JSONResponse({"tokens": [ord(c) for c in text], "count": len(text)})
 
     async def _complete(self, body: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from ...errors import InvalidRequest
 from ..openai import engine_bodies
 from ..openai.token_counter import NO_USAGE, Counter, TooLong, Usage, usage_in
 from .inflated import KNOWN, Inflated, plain
+from .rendered import Tokens, rendered
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -55,6 +57,10 @@ _PREFILL_BYTES_MAX = 16 << 20
 # A stream that could go on waits longer than a prompt, whose length can be estimated: the instances
 # that are left have just got the requests of another one.
 _DETOKENIZE_S = 30.0
+# vLLM has it if it was started with `--enable-scale-out`, and else answers 403; one that does not
+# is asked again after so long, as a chat with images has megabytes.
+_RENDER = "/v1/chat/completions/render"
+_RENDER_AGAIN_S = 60.0
 _JSON = {"content-type": "application/json"}
 _PASSED_HEADERS = ("content-type", "content-encoding", "retry-after")
 
@@ -300,6 +306,7 @@ class Engines:
         ca = Path(config.engine_tls_ca) if config.engine_tls_ca else None
         # `CapacityGate` limits requests where they arrive.
         self._http = HttpSession(headers, trusting(ca), times.connect_s)
+        self._renders_again: dict[str, float] = {}  # by the instance's name, in time.monotonic()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -318,19 +325,37 @@ class Engines:
         answer.close()
         return answer.status < _FAILED
 
-    async def tokenize(self, target: CallTarget, ask: ClientRequest) -> list[int] | None:
-        """The prompt's token ids, from the instance's `/tokenize`; None on an error or timeout."""
+    async def tokenize(
+        self, target: CallTarget, ask: ClientRequest, *, media: bool = False
+    ) -> Tokens | None:
+        """The prompt's token ids, from the instance's `/tokenize`; None on an error or timeout.
+        With what is behind its placeholders, if `media` is asked for and the instance can tell."""
         try:
             async with asyncio.timeout(self._times.tokenize_s):
+                if media and (found := await self._render(target, ask)) is not None:
+                    return found
                 answer = await self._whole(
                     target, "/tokenize", engine_bodies.tokenize_body(ask), {}
                 )
             if answer.status == 200:
-                return _tokenised.decode(answer.plain).tokens
+                return Tokens(_tokenised.decode(answer.plain).tokens)
             log.debug("%s answers /tokenize with %d", target.name, answer.status)
         except (EngineError, TimeoutError, msgspec.DecodeError) as error:
             log.debug("%s does not tokenise: %s", target.name, error)
         return None
+
+    async def _render(self, target: CallTarget, ask: ClientRequest) -> Tokens | None:
+        """The tokens of a chat, and its media; None if the instance does not tell them."""
+        if time.monotonic() < self._renders_again.get(target.name, 0.0):
+            return None
+        try:
+            answer = await self._whole(target, _RENDER, engine_bodies.render_body(ask), {})
+        except EngineError as error:
+            log.debug("%s does not render: %s", target.name, error)
+            return None
+        if answer.status in (*_SHUT, 404, 405):
+            self._renders_again[target.name] = time.monotonic() + _RENDER_AGAIN_S
+        return rendered(answer.plain) if answer.status == 200 else None
 
     async def detokenize(self, target: CallTarget, model: str, ids: Sequence[int]) -> str | None:
         """The text of token ids, from the instance's `/detokenize`; None on an error or timeout."""
@@ -469,7 +494,7 @@ class Engines:
             finally:
                 response.close()
             raise EngineFailed(target, words)
-        if response.status in _SHUT:
+        if response.status in _SHUT and path != _RENDER:
             response.close()
             log.error("%s refuses the gateway's key: %d", target.name, response.status)
             raise EngineShut(target, f"it refuses the gateway's key: {response.status}")

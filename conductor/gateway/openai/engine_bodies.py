@@ -182,6 +182,11 @@ def tokenize_body(ask: ClientRequest) -> bytes:
     return _encoder.encode(fields)
 
 
+def render_body(ask: ClientRequest) -> bytes:
+    """The body for vLLM's `POST /v1/chat/completions/render`: the chat; its images stay there."""
+    return _encoder.encode(ask.fields | {"mm_payload": Raw(b'"none"')})
+
+
 def _limit(ask: ClientRequest, tokens: Raw) -> dict[str, Raw]:
     """The fields that limit the answer's length: both names if the client used the newer one, since
     engines differ in which of them they prefer."""

@@ -14,7 +14,7 @@ import copy
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,18 +36,23 @@ from ...wire.schema_text import parse_schema
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from tiffin.kvstore.format.media import Media
     from tiffin.kvstore.format.schema import KVSchema
 
     from ..config import GatewayConfig, ModelConfig
+    from ..engines.rendered import Tokens
     from .openai_request import ClientRequest
 
-    # Calls an instance that serves the model; None if it does not return token ids.
-    Remote = Callable[[ClientRequest], Awaitable[list[int] | None]]
+    # Calls an instance that serves the model; None if it does not return token ids. The flag: asks
+    # what is behind placeholders, too.
+    Remote = Callable[[ClientRequest, bool], Awaitable[Tokens | None]]
 
 log = logging.getLogger("tiffin.gateway")
 
 How = Literal["client", "local", "engine", "estimated"]
 _SCHEMA_BYTES_MAX = 1 << 20
+# Content that is no tokens, and that no engine's connector stores.
+_EMBEDS = b"prompt_embeds"
 _flag = msgspec.json.Decoder(bool)
 
 
@@ -55,7 +60,7 @@ _flag = msgspec.json.Decoder(bool)
 class Sized:
     """A prompt's length and the keys of its full blocks and of its first parts, 16 bytes each; no
     keys where the gateway can't compute them. `token_ids` are set if the conductor is to make the
-    keys, in `namespace` and with `cache_salt`. `how` names the source of the length."""
+    keys, in `namespace`, with `cache_salt` and `media`. `how` names the source of the length."""
 
     prompt_tokens: int
     how: How
@@ -64,6 +69,7 @@ class Sized:
     part_keys: tuple[bytes, ...] = ()
     namespace: str = ""
     cache_salt: str = ""
+    media: tuple[Media, ...] = ()
 
 
 class LocalTokenizer:
@@ -217,11 +223,15 @@ class Tokenizing:
         elif (
             model.config.tokenizer != "estimate" and prompt.foreign and prompt.messages is not None
         ):
-            # The engine counts the tokens of an image; the keys would depend on the image, too, so
-            # there are none.
-            remote = await self._remote(ask)
+            # The engine counts the tokens of an image. The keys depend on the image, too, so there
+            # are some only if the engine says what its cache knows it by.
+            wanted = model.keys_by(keyed=keyed) == "conductor" and _EMBEDS not in ask.raw
+            remote = await self._remote(ask, wanted)
+            if remote is not None and remote.media is not None:
+                sized = model.sized(ask, remote.ids, "engine", keyed=keyed)
+                return replace(sized, media=remote.media)
             if remote is not None:
-                return Sized(min(max(len(remote), 1), TOKENS_MAX), "engine")
+                return Sized(min(max(len(remote.ids), 1), TOKENS_MAX), "engine")
         estimate = prompt.heard_tokens
         if estimate is None:
             estimate = round(prompt.nbytes / model.config.bytes_per_token)
@@ -235,8 +245,8 @@ class Tokenizing:
                 return ids, "local"
         if model.config.tokenizer == "estimate":
             return None
-        remote = await self._remote(ask)
-        return (remote, "engine") if remote is not None else None
+        remote = await self._remote(ask, False)
+        return (remote.ids, "engine") if remote is not None else None
 
 
 def read_schema(path: Path) -> KVSchema:

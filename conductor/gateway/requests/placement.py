@@ -182,6 +182,7 @@ class Placer:
             token_ids=sized.token_ids,
             namespace=sized.namespace,
             cache_salt=sized.cache_salt,
+            media=sized.media,
             waiter=self._waiter,
             trace=trace,
         )

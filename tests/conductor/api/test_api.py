@@ -33,6 +33,7 @@ from tiffin.conductor.web.hang_ups import GONE
 from tiffin.conductor.wire.event_batch import EVENTS_MAX
 from tiffin.conductor.wire.schema_text import parse_schema
 from tiffin.kvstore import KVSchema
+from tiffin.kvstore.format.media import Media, media_extras
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +55,10 @@ def core() -> Recorder:
 def http(core: Recorder) -> Iterator[TestClient]:
     with TestClient(create_app(core), base_url="http://localhost") as client:
         yield client
+
+
+def image(offset: int, length: int, identifier: str = "cat") -> dict[str, Any]:
+    return {"identifier": identifier, "offset": offset, "length": length}
 
 
 def prompt(**changes: Any) -> dict[str, Any]:
@@ -282,7 +287,14 @@ class TestSchedule:
         [
             ({"prompt_tokens": None}, 400, "send token_ids"),
             ({"token_ids": [1]}, 400, "token_ids say all"),
-            ({"namespace": "a"}, 400, "namespace and cache_salt go with token_ids"),
+            ({"namespace": "a"}, 400, "namespace, cache_salt and media go with token_ids"),
+            ({"media": [image(0, 1)]}, 400, "namespace, cache_salt and media go with token_ids"),
+            ({"media": [image(0, 1)] * 4097}, 422, "<= 4096"),
+            ({"media": [image(0, 0)]}, 422, ">= 1"),
+            ({"media": [image(-1, 1)]}, 422, ">= 0"),
+            ({"media": [image(0, 1, "a\nb")]}, 422, "regex"),
+            ({"media": [image(0, 1, "a" * 1025)]}, 422, "<= 1024"),
+            ({"media": [{"identifier": "a"}]}, 422, "offset"),
             ({"request_id": ""}, 400, "request_id"),
             ({"request_id": "a/b"}, 400, "request_id"),
             ({"request_id": ".."}, 400, "means something else in a URL"),
@@ -315,6 +327,34 @@ class TestSchedule:
         response = http.post("/v1/schedule", json=prompt(**changes))
         assert response.status_code == status
         assert re.search(word, error_of(response)["message"]), response.text
+
+    @pytest.mark.parametrize(
+        ("media", "word"),
+        [
+            ([(0, 4), (3, 2)], r"media\[1\] begins at token 3, where others are up to 4"),
+            ([(8, 1), (0, 1)], r"media\[1\] begins at token 0"),
+            ([(0, 1), (8, 3)], r"media\[1\] is up to token 11 of a prompt of 10"),
+        ],
+    )
+    @pytest.mark.parametrize("route", ["schedule", "blocks/match"])
+    def test_images_are_in_order_and_within_the_prompt(
+        self, http: TestClient, route: str, media: list[tuple[int, int]], word: str
+    ) -> None:
+        register(http, block_tokens=16, schema={"canonical": SCHEMA.canonical_bytes().decode()})
+        body = {"model": MODEL, "token_ids": list(range(10))}
+        body |= {"media": [image(*one) for one in media]}
+        body |= {"request_id": "r1"} if route == "schedule" else {}
+        response = http.post(f"/v1/{route}", json=body)
+        assert response.status_code == 400
+        assert re.search(word, error_of(response)["message"]), response.text
+
+    def test_images_make_keys(self, http: TestClient, core: Recorder) -> None:
+        register(http, block_tokens=16, schema={"canonical": SCHEMA.canonical_bytes().decode()})
+        ids = list(range(40))
+        body = prompt(prompt_tokens=None, token_ids=ids, media=[image(20, 5, "cat")])
+        assert http.post("/v1/schedule", json=body).status_code == 200
+        extras = media_extras([Media("cat", 20, 5)], 16)
+        assert core.requests["r1"].keys == SCHEMA.prefix(ids, extras=extras).keys
 
     def test_the_wrong_field_is_named(self, http: TestClient) -> None:
         body = prompt(objectives={"ttft_s": "soon"})

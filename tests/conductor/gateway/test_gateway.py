@@ -18,6 +18,7 @@ from tiffin.conductor.gateway.config import GatewayLimits, ModelConfig
 from tiffin.conductor.records import Role
 from tiffin.conductor.web.auth import load_tokens
 from tiffin.kvstore import KVSchema
+from tiffin.kvstore.format.media import Media, media_extras
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -456,6 +457,61 @@ class TestWhatTheConductorIsAsked:
                 assert request.prompt_tokens == len(tokens)
                 assert request.keys == SCHEMA.prefix(tokens, "acme").keys
                 assert len(request.keys) == 3
+
+        run(scenario)
+
+    def test_a_chat_with_images_has_the_keys_that_its_engine_makes(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The engine names the images; where it does not, the chat has a length alone."""
+        ids, media = list(range(70)), [Media("cat", 20, 30), Media("dog", 50, 3)]
+        features = {
+            "mm_hashes": {"image": ["dog", "cat"]},
+            "mm_placeholders": {
+                "image": [{"offset": 50, "length": 3}, {"offset": 20, "length": 30}]
+            },
+        }
+        odd = {**features, "mm_hashes": {"image": ["dog"]}}
+        beyond = {"token_ids": ids[:40], "features": features}
+        part = {"type": "image_url", "image_url": {"url": "x"}}
+        chat = {"messages": [{"role": "user", "content": [part]}], "temperature": 0.5}
+        extras = media_extras(media, SCHEMA.block_tokens)
+        expected = SCHEMA.prefix(ids, extras=extras).keys
+
+        async def scenario() -> None:
+            engine = Engine("m0")
+            async with cluster(engine) as it:
+                it.service.models.learn(MODEL, SCHEMA, set)
+                await it.gateway.refresh()
+                engine.rendered = 200, {"token_ids": ids, "features": features, "more": 1}
+                await it.post(chat, "chat/completions")
+                path, body, _ = engine.calls[0]
+                assert path == "/v1/chat/completions/render"
+                assert body == {"model": MODEL, **chat, "mm_payload": "none"}
+                assert [path for path, *_ in engine.calls].count("/tokenize") == 0
+                (request,) = it.core.asked
+                assert (request.prompt_tokens, request.keys) == (70, expected)
+                for rendered in (
+                    (200, {"token_ids": ids, "features": odd}),
+                    (200, beyond),
+                    (200, {}),
+                    (400, {}),
+                    (500, {}),
+                    (403, {}),
+                ):
+                    engine.calls.clear()
+                    engine.rendered = rendered
+                    assert (await it.post(chat, "chat/completions")).status_code == 200
+                    assert [path for path, *_ in engine.calls][:2] == [
+                        "/v1/chat/completions/render",
+                        "/tokenize",
+                    ]
+                    request = it.core.asked[-1]
+                    assert (request.prompt_tokens, request.keys) == (len(str([part])), ())
+                engine.calls.clear()
+                await it.post(chat, "chat/completions")
+                assert engine.calls[0][0] == "/tokenize", "who does not render is not asked again"
+                assert "refuses the gateway's key" not in caplog.text
 
         run(scenario)
 

@@ -35,6 +35,7 @@ from tiffin.conductor.gateway.config import (
     read_config,
 )
 from tiffin.conductor.gateway.engines.instance_cache import EMPTY_S, Known
+from tiffin.conductor.gateway.engines.rendered import Tokens
 from tiffin.conductor.gateway.metrics import GatewayMetrics
 from tiffin.conductor.gateway.openai import engine_bodies
 from tiffin.conductor.gateway.openai.openai_request import (
@@ -61,6 +62,7 @@ from tiffin.conductor.wire.answers import Refusal
 from tiffin.conductor.wire.models import InstanceReply
 from tiffin.kvstore import KVSchema
 from tiffin.kvstore.errors import InvalidInput
+from tiffin.kvstore.format.media import Media
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -692,16 +694,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def size(
     config: GatewayConfig,
     one: ClientRequest,
-    remote: list[int] | None = None,
+    remote: list[int] | Tokens | None = None,
     *,
     keyed: bool = False,
 ) -> Any:
     async def scenario() -> Any:
         asked: list[ClientRequest] = []
 
-        async def tokens(which: ClientRequest) -> list[int] | None:
+        async def tokens(which: ClientRequest, media: bool) -> Tokens | None:
             asked.append(which)
-            return remote
+            if isinstance(remote, Tokens):
+                return remote if media else Tokens(remote.ids)
+            return None if remote is None else Tokens(remote)
 
         tokenizing = Tokenizing(config, tokens)
         try:
@@ -829,6 +833,25 @@ class TestTokenizing:
         image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
         sized, asked = size(GatewayConfig(), ask({"messages": image}, CHAT), remote=[1] * 600)
         assert (sized.prompt_tokens, sized.how, sized.keys, asked) == (600, "engine", (), 1)
+
+    def test_images_that_the_engine_names_make_keys_at_the_conductor(self) -> None:
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        media = (Media("cat", 1, 598),)
+        named, unnamed = Tokens([1] * 600, media), Tokens([1] * 600)
+        chat = ask({"messages": image, "cache_salt": "s"}, CHAT)
+        sized, asked = size(GatewayConfig(), chat, named, keyed=True)
+        assert (sized.token_ids, sized.media, sized.how, asked) == ([1] * 600, media, "engine", 1)
+        assert (sized.prompt_tokens, sized.cache_salt) == (600, "s")
+        embeds = [{"role": "user", "content": [{"type": "prompt_embeds", "data": "x"}]}]
+        here = GatewayConfig(default=ModelConfig(keys="none"))
+        for config, one, told, keyed in (
+            (GatewayConfig(), image, unnamed, True),
+            (GatewayConfig(), image, named, False),
+            (GatewayConfig(), embeds, named, True),
+            (here, image, named, True),
+        ):
+            sized, _ = size(config, ask({"messages": one}, CHAT), told, keyed=keyed)
+            assert (sized.prompt_tokens, sized.token_ids, sized.media) == (600, None, ())
 
     def test_other_threads_run_while_a_long_text_is_tokenised(self, folder: Path) -> None:
         """The event loop of the gateway is one of them."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiffin.conductor.records import PromptKeys
-from tiffin.conductor.state.part_keys import part_keys
+from tiffin.conductor.state.part_keys import PART_TOKENS, part_keys
 from tiffin.conductor.wire.announced_spaces import name_of
 from tiffin.conductor.wire.block_keys import KeyedModels
 from tiffin.kvstore import KVSchema
@@ -20,6 +20,7 @@ from tiffin.kvstore.connectors.vllm.model.request_identity import RequestIdentit
 from tiffin.kvstore.connectors.vllm.model.weights_epoch import WeightsEpoch
 from tiffin.kvstore.format.key_space import KeySpace, secret_name
 from tiffin.kvstore.format.keys import Prefix
+from tiffin.kvstore.format.media import Media
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,6 +81,16 @@ TOKENS = st.integers(0, 150).flatmap(
     lambda count: st.binary(min_size=count, max_size=count).map(
         lambda some: np.frombuffer(some, np.uint8).astype(np.uint32)
     )
+)
+# Gaps and lengths, one after the other.
+MEDIA = st.lists(
+    st.tuples(st.sampled_from(["cat", "dog", "\ud800"]), st.integers(0, 40), st.integers(1, 60)),
+    max_size=4,
+).map(
+    lambda some: [
+        Media(name, sum(a + b for _, a, b in some[:at]) + gap, length)
+        for at, (name, gap, length) in enumerate(some)
+    ]
 )
 
 
@@ -173,6 +184,31 @@ def test_one_difference_is_enough(
     name = data.draw(st.sampled_from(Engine._fields))
     changed = one._replace(**{name: getattr(other, name)})
     _compare(folder, (one, asked), (changed, asked), tokens)
+
+
+@given(st.sampled_from(SCHEMAS), TOKENS, MEDIA, st.integers(0, 3))
+def test_images_make_the_engines_keys(
+    schema: KVSchema, tokens: np.ndarray, media: list[Media], held: int
+) -> None:
+    """And no part key says anything of one."""
+    media = [one for one in media if one.offset + one.length <= len(tokens)]
+    identities = Engine(schema, "", "", b"", {}).identities()
+    features = [
+        SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=at, length=length))
+        for name, at, length in media
+    ]
+    own = identities.of(SimpleNamespace(**{**vars(_request("", None)), "mm_features": features}))
+    assert own is not None
+    prefix = Prefix(schema, tokens, extras=own.extras)
+    models = KeyedModels()
+    models.announced.announced("node", [identities.space.encoded()])
+    (theirs,) = models.keys("served", tokens, "", lambda keys: min(held, len(keys)), media=media)
+    assert theirs.blocks == prefix.keys
+    begin = theirs.after * schema.block_tokens
+    first = min((one.offset for one in media if one.offset + one.length > begin), default=150)
+    named = len(theirs.parts) * PART_TOKENS
+    assert theirs.parts == part_keys(prefix, after=theirs.after)[: len(theirs.parts)]
+    assert not named or begin + named <= first
 
 
 def _compare(

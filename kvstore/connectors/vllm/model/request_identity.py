@@ -3,18 +3,16 @@ its images."""
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from ....format.key_space import KeySpace, announceable, request_namespace
+from ....format.media import Media, media_extras
 from .adapters import Adapters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from .weights_epoch import WeightsEpoch
 
@@ -53,7 +51,8 @@ class RequestIdentities:
         namespace = request_namespace(
             self._space.namespace, weights, request.cache_salt or "", self._epoch.name
         )
-        return Identity(namespace, _extras(request.mm_features or (), self._block_tokens))
+        media = _media_of(request.mm_features or ())
+        return Identity(namespace, media_extras(media, self._block_tokens))
 
     def holds(self, request: Any) -> bool:
         """Whether what the engine has computed of a request since then is still what its identity
@@ -61,16 +60,8 @@ class RequestIdentities:
         return request.lora_request is None or self._adapters.unchanged(request.lora_request)
 
 
-def _extras(features: Iterable[Any], block_tokens: int) -> dict[int, bytes]:
-    """For each block with placeholders of images, sounds or videos: their hashes in vLLM's prefix
-    cache, and where each begins, counted from the block's first token."""
-    found: dict[int, list[tuple[str, int]]] = defaultdict(list)
+def _media_of(features: Iterable[Any]) -> Iterator[Media]:
+    """By their hashes in vLLM's prefix cache."""
     for feature in features:
-        begin, length = feature.mm_position.offset, feature.mm_position.length
-        for block in range(begin // block_tokens, -(-(begin + length) // block_tokens)):
-            found[block].append((str(feature.identifier), begin - block * block_tokens))
-    return {block: _digest(content) for block, content in found.items()}
-
-
-def _digest(content: object) -> bytes:
-    return blake2b(json.dumps(content).encode(), digest_size=16).digest()
+        where = feature.mm_position
+        yield Media(str(feature.identifier), where.offset, where.length)
