@@ -23,7 +23,7 @@ from tiffin.conductor.records import Request, RequestEvent
 from tiffin.conductor.wire.models import DecisionReply
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PROFILE = "llama-3.1-8b.h100.tp1.vllm"
 BLOCK, PAGE = 512, 128
@@ -121,9 +121,15 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def started_fleet(folder: Path, *options: str, nodes: int = 2) -> Iterator[Fleet]:
-    """Two engines with few pages, at a node each, or both at one; with these options of vLLM."""
-    make_model(folder / "model")
+def started_fleet(
+    folder: Path,
+    *options: str,
+    nodes: int = 2,
+    make: Callable[[Path], None] = make_model,
+) -> Iterator[Fleet]:
+    """Two engines with few pages, at a node each, or both at one; with these options of vLLM, of
+    the model that `make` writes."""
+    make(folder / "model")
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(_pool(nodes))
         homes = {name: pool["nodes"][at % nodes] for at, name in enumerate(NAMES)}
