@@ -53,5 +53,5 @@ def rendered(body: bytes) -> Tokens | None:
         media.sort(key=lambda one: one.offset)
         bodies = msgspec.convert([one._asdict() for one in media], MediaList)
         return Tokens(found.token_ids, media_of(bodies, len(found.token_ids)))
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, ValueError, InvalidRequest):
+    except (msgspec.DecodeError, RecursionError, KeyError, ValueError, InvalidRequest):
         return None
