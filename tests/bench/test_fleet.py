@@ -61,6 +61,6 @@ def test_whole_blocks_count_and_refusals_are_seen() -> None:
     prompt = Prompt(0, 0, [1] * 2000)
     before = [served(prompt, 3 * BLOCK + 100), served(prompt, BLOCK)]
     after = [served(prompt, 3 * BLOCK), Served(prompt, "", "", 0.0, 0, 0, (), refused=True)]
-    restart, refused = rows._restart_row(before, after), rows._refused_row(after)
+    restart, refused = rows._restart_row(before, after), rows._refused_row(200, 9, 1)
     assert (restart.value.p50, restart.limit.p50, restart.met) == (3 * BLOCK, 4 * BLOCK, False)
-    assert (refused.value.p50, refused.met) == (0.5, False)
+    assert (refused.value.p50, refused.met) == (0.005, False)
