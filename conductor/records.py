@@ -65,12 +65,12 @@ class Request:
     `id` is unique among all in-flight requests at the core; the service composes it of the tenant
     and the tenant's id (`request_ids`). `keys` name the prompt's full blocks, in order, 16 bytes
     each (kvstore/format/keys.py); empty if only the length is known. `part_keys` name its tokens
-    behind the first `parts_after` blocks, below a block (state/part_keys.py). Where the engines of
-    its model have several key spaces, these are the keys in `key_space`, and `others` those in the
-    other ones. `priority` names a class of the settings, `output_class` the caller's class for
-    output length prediction. `tenant` is the unit of fair queueing. `output_tokens` is the caller's
-    estimate of the answer's length;
-    `output_tokens_max` is the length where it is cut. `exclude` are ids of instances that must not
+    behind the first `parts_after` blocks, below a block (state/part_keys.py). They are the keys in
+    the space `key_space` (empty if nobody has announced any), and `others` those in the other ones
+    that the engines of its model have. `priority` names a class of the settings, `output_class` the
+    caller's class for output length prediction. `tenant` is the unit of fair queueing.
+    `output_tokens` is the caller's estimate of the answer's length; `output_tokens_max` is the
+    length where it is cut. `exclude` are ids of instances that must not
     be chosen, such as one that has just refused the request; unknown ids are ignored.
     `first_token_from`: which instance gives the first token that counts. From "decode" it comes
     after the hand-over of the prompt's KV, from "prefill" before it.
@@ -93,6 +93,12 @@ class Request:
     parts_after: int = 0
     key_space: str = ""
     others: tuple[PromptKeys, ...] = ()
+
+    @property
+    def keys_by_space(self) -> dict[str, PromptKeys]:
+        """Its keys in each space."""
+        own = PromptKeys(self.keys, self.part_keys, self.parts_after, self.key_space)
+        return {one.space: one for one in (own, *self.others)}
 
     def in_space(self, keys: PromptKeys) -> Request:
         """The request with its keys in one of the spaces, and no others."""

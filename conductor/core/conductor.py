@@ -61,7 +61,7 @@ from .inflight_requests import (
     RequestPhase,
     avoids,
     chosen_route,
-    prompt_of,
+    is_same_prompt,
     request_of,
     since_last,
 )
@@ -175,7 +175,7 @@ class Conductor:
         check_request(request)
         flight = self.ledger.get(request.id)
         if flight is not None:
-            if prompt_of(flight.asked) != prompt_of(request):
+            if not is_same_prompt(flight.asked, request):
                 raise Conflict(f"request {request.id!r} is in flight with another prompt")
             avoided = avoids(request, flight.decision)
             if self._stands(flight) and not avoided:

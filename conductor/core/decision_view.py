@@ -96,6 +96,7 @@ class View:
         self._columns: Rows = np.empty((3, 0), np.int64)
         self._places = Places()
         self._ready: dict[tuple[str, str, bool], _Ready] = {}  # by model and key space
+        self._spaces: dict[str, dict[str, None]] = {}  # by model: key spaces, in order
         self._part_columns: Rows = np.empty((1, 0), np.int64)
         self._part_tokens: Rows = np.empty(0, np.int64)
         self._part_holders: dict[tuple[str, str], _Ready] = {}  # the rows ready to prefill
@@ -114,6 +115,11 @@ class View:
             if len(found.rows):  # don't cache models without instances: requests name any number
                 self._ready[key] = found
         return found.rows
+
+    def key_spaces(self, model: str) -> tuple[str, ...]:
+        """The key spaces that instances of this model have, by name."""
+        self._refresh()
+        return tuple(self._spaces.get(model, ()))
 
     def absent(self, model: str, *, prefill: bool) -> dict[str, int]:
         """How many instances of this model are no candidates to prefill (or decode), by why."""
@@ -254,6 +260,7 @@ class View:
         self._ready.clear()
         self._part_holders.clear()
         self._absent.clear()
+        self._spaces.clear()
         self._in_dram = _mask(index, "dram")
         self._on_nvme = _mask(index, "nvme")
         self._at_decode = 0
@@ -263,6 +270,8 @@ class View:
         for row, spec in enumerate(cluster.specs):
             if spec is None:
                 continue
+            if space := cluster.key_spaces[row]:
+                self._spaces.setdefault(spec.model, {})[space] = None
             holders = (spec.id, "hbm"), (spec.node, "dram"), (spec.node, "nvme")
             for tier, (name, kind) in enumerate(holders):
                 number = index.find(name, kind) if name else None

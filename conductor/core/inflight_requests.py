@@ -369,7 +369,10 @@ def avoids(request: Request, decision: Decision) -> bool:
     return not names.isdisjoint(request.exclude)
 
 
-def prompt_of(request: Request) -> tuple[object, ...]:
-    """The part of a request that identifies its prompt; it must be equal for repeated calls with
-    one id."""
-    return request.model, request.prompt_tokens, request.keys
+def is_same_prompt(one: Request, other: Request) -> bool:
+    """Whether repeated calls with one id are about one prompt: by its length, and by the keys in
+    the spaces that both have, as engines with other keys may have come since."""
+    if (one.model, one.prompt_tokens) != (other.model, other.prompt_tokens):
+        return False
+    ours, theirs = one.keys_by_space, other.keys_by_space
+    return all(ours[space].blocks == theirs[space].blocks for space in ours.keys() & theirs.keys())

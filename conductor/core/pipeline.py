@@ -78,28 +78,44 @@ def decide(parts: Parts, request: Request, now: float) -> Accepted | RefusedRequ
     for a priority class that does not exist and for objectives out of range.
 
     Instances with different key spaces can't read each other's blocks: each group with one space
-    has a plan of its own, and of these the first token decides.
+    has a plan of its own. Of plans with nearly the same time to the first token chance decides, by
+    how many instances could prefill. Keys of an unknown space, which clients made, count in all.
     """
-    if not request.others:
+    names = parts.view.key_spaces(request.model)
+    if len(names) < 2 and not request.others and request.key_space in ("", *names):
         return _decide(parts, request, now)
-    own = PromptKeys(request.keys, request.part_keys, request.parts_after, request.key_space)
-    ways = [_decide(parts, request.in_space(keys), now) for keys in (own, *request.others)]
+    keys = request.keys_by_space
+    anywhere = keys.get("", PromptKeys())
+    ways = [
+        _decide(parts, request.in_space(keys.get(name, anywhere)._replace(space=name)), now)
+        for name in names or ("",)
+    ]
     best = min(ways, key=_rank)
-    if isinstance(best, Accepted):
-        best.flight.asked = request  # as it may be asked again
+    if not isinstance(best, Accepted):
+        return best
+    *like, ttft_s = _rank(best)
+    most_s = ttft_s * (1.0 + parts.settings.policy.near_share)
+    near = [one for one in ways if [*_rank(one)[:-1]] == like and _rank(one)[-1] <= most_s]
+    plans = [one for one in near if isinstance(one, Accepted)]
+    (best,) = parts.dice.choices(plans, [len(one.plan.question.rows) for one in plans])
+    best.flight.asked = request  # as it may be asked again
     return best
 
 
-def _rank(way: Accepted | RefusedRequest) -> tuple[int, int, float]:
-    """Accepted before refused, as it is before degraded, then by the time to the first token."""
+def _rank(way: Accepted | RefusedRequest) -> tuple[int, int, bool, float]:
+    """Accepted before refused, as it is before degraded, prefilled by who does that before by who
+    decodes, then by the time to the first token."""
     if isinstance(way, Accepted):
-        return 0, len(way.verdict.steps), way.plan.forecast.ttft_s
-    return 1, 0, inf if (ttft_s := way.rejection.predicted_ttft_s) is None else ttft_s
+        placement = way.plan.placement
+        alone = placement is not None and placement.reason == "no_prefill"
+        return 0, len(way.verdict.steps), alone, way.plan.forecast.ttft_s
+    ttft_s = way.rejection.predicted_ttft_s
+    return 1, 0, False, inf if ttft_s is None else ttft_s
 
 
 def _decide(parts: Parts, request: Request, now: float) -> Accepted | RefusedRequest:
     prefill, decode = able(parts, request)
-    if not len(decode) or not (len(prefill) or left_alone(parts, request.model)):
+    if not len(decode) or not (len(prefill) or left_alone(parts, request)):
         return _nobody(parts, request, now, "no_decode" if len(prefill) else "no_prefill")
     plan = plan_request(parts, request, prefill, decode, now)
     outlook = Outlook(request, plan.forecast)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -135,10 +135,11 @@ def able(parts: Parts, request: Request) -> tuple[Rows, Rows]:
     return prefill, decode
 
 
-def left_alone(parts: Parts, model: str) -> bool:
-    """Whether all instances that prefill a model are lost or leave: who decodes computes, too."""
-    cluster = parts.cluster
-    return not len(parts.view.rows(model, prefill=True)) and any(
+def left_alone(parts: Parts, request: Request) -> bool:
+    """Whether all instances that prefill a model are lost or leave, or have another key space: who
+    decodes computes, too."""
+    cluster, model = parts.cluster, request.model
+    return not len(parts.view.rows(model, request.key_space, prefill=True)) and any(
         spec is not None and spec.model == model and bool(cluster.prefills[row])
         for row, spec in enumerate(cluster.specs)
     )
@@ -357,10 +358,13 @@ def degraded_plan(
         smaller_models=parts.settings.admission.smaller_models,
         lowest_class=parts.settings.queue.classes[-1].name,
     )
+    names = parts.view.key_spaces(request.model)
+    if len(names) > 1 and request.key_space not in names:  # another model
+        request = replace(request, key_space=names[0])
     prefill, decode = able(parts, request)
     if "local_prefill" in steps:
         prefill = decode = np.intersect1d(prefill, decode, assume_unique=True)
-    alone = "local_prefill" not in steps and left_alone(parts, request.model)
+    alone = "local_prefill" not in steps and left_alone(parts, request)
     if not len(decode) or not (len(prefill) or alone):
         return None
     plan = plan_request(parts, request, prefill, decode, now)

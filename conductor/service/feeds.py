@@ -231,8 +231,8 @@ def _namespace_of(
 ) -> str | None:
     """The namespace of an engine's blocks, by its key space; called in the feed's thread."""
     asked, keyed = lora_namespace(adapter), spaces.named(model, space)
-    if keyed is None:  # nobody says what becomes of a salt
-        return None if salt else asked
+    if keyed is None:  # nobody says what becomes of a salt, or the space has gone
+        return None if salt or space else asked
     return keyed.namespace_of(asked, salt)
 
 

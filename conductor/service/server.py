@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiffin.kvstore.credentials import Credentials, read_token
+from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import InvalidInput
-from tiffin.kvstore.format.key_space import secret_name
+from tiffin.kvstore.format.key_space import read_secret, secret_name
 from tiffin.kvstore.gc_tuning import collect_all, collect_young
 from tiffin.kvstore.sizes import format_bytes
 from tiffin.kvstore.text import printable
@@ -150,7 +150,7 @@ async def serve(
             recorder=recorder,
         )
         service: Service = app.state.service
-        known = map(read_token, map(Path, options.discovery.secret_files))
+        known = map(read_secret, map(Path, options.discovery.secret_files))
         service.models.announced.secrets = {secret_name(secret): secret for secret in known}
         if options.discovery.key_spaces:
             feeding.announced = service.announced

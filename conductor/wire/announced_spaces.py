@@ -33,6 +33,8 @@ REMEMBERED_MAX = 256
 # Adapters are a request's model by their own name, or by the namespace that events give them.
 ADAPTER = "lora:"
 
+Home = tuple[str, KeySpace]  # a node, and what an engine there has announced
+
 
 class Keyed(NamedTuple):
     """A key space, and its schema. `name`: the same for all engines whose blocks have the same
@@ -53,7 +55,7 @@ class Keyed(NamedTuple):
             return None
         if asked and adapter == asked:
             return None if salt else asked
-        if adapter and adapter not in self.space.adapters:
+        if adapter and not self.space.adapters.get(adapter):
             return None
         return self.space.namespace_of(adapter, salt)
 
@@ -66,6 +68,9 @@ class AnnouncedSpaces:
         self._by_node: dict[str, tuple[KeySpace, ...]] = {}
         self._schemas: dict[str, KVSchema] = {}  # parsed, by their texts
         self._of: dict[str, tuple[Keyed, ...]] = {}  # remembered ones first
+        # Where engines of a model are, by their names; and those without a name, by their nodes.
+        self._named: dict[tuple[str, str], list[Home]] = {}
+        self._nameless: dict[tuple[str, str], list[Home]] = {}
         self._unreadable: dict[str, str] = {}  # by node, why one of its spaces is not used
 
     def announced(self, node: str, encoded: Sequence[bytes]) -> set[str]:
@@ -87,6 +92,7 @@ class AnnouncedSpaces:
             self._by_node[node] = tuple(spaces)
         else:
             self._by_node.pop(node, None)
+        self._find_homes()
         now = self._kinds()
         gone = [(model, spaces) for model, spaces in self._of.items() if model not in now]
         self._of = dict(gone[-REMEMBERED_MAX:]) | now
@@ -125,14 +131,9 @@ class AnnouncedSpaces:
     def node_of(self, model: str, engine: str, at_host: Sequence[str]) -> tuple[str, Keyed] | None:
         """The node of an engine of this model, and what it has announced: where one of the name
         `engine` has, else the only one of the nodes `at_host` where one of the model has."""
-        found = [
-            (node, space)
-            for node, spaces in sorted(self._by_node.items())
-            for space in spaces
-            if model in space.models
+        home = self._named.get((model, engine)) or [
+            one for node in at_host for one in self._nameless.get((model, node), ())
         ]
-        home = [one for one in found if one[1].engine == engine]
-        home = home or [one for one in found if one[0] in at_host and not one[1].engine]
         if len({(node, name_of(space)) for node, space in home}) != 1:
             return None
         return home[0][0], self._keyed(home[0][1])
@@ -172,6 +173,16 @@ class AnnouncedSpaces:
             )
             for model, names in counts.items()
         }
+
+    def _find_homes(self) -> None:
+        self._named, self._nameless = {}, {}
+        for node, spaces in self._by_node.items():
+            for space in spaces:
+                for model in space.models:
+                    if space.engine:
+                        self._named.setdefault((model, space.engine), []).append((node, space))
+                    else:
+                        self._nameless.setdefault((model, node), []).append((node, space))
 
     def _forget_schemas(self) -> None:
         used = {space.schema for spaces in self._by_node.values() for space in spaces}

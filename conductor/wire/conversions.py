@@ -111,7 +111,7 @@ def to_request(
         keys=keys.blocks,
         part_keys=keys.parts,
         parts_after=keys.after,
-        key_space=keys.space if others else "",
+        key_space=keys.space,
         others=tuple(others),
         objectives=Objectives(wishes.ttft_s, wishes.tbt_s),
         priority=body.priority,

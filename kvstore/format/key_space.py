@@ -1,4 +1,5 @@
-"""A key space: all that the keys of an engine's blocks are made of beside a prompt's tokens. Pure.
+"""A key space: all that the keys of an engine's blocks are made of beside a prompt's tokens. Pure,
+but for `read_secret`.
 
     namespace of a request = the space's namespace [‖ 0 ‖ digest]
     digest                 = blake2b-16 of the JSON [adapter's weights, salt, weights' version?], in
@@ -25,6 +26,7 @@ from .keys import MAX_NAMESPACE_BYTES, namespace_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 # Of the encoded space. A schema of 200 layers has some 60 KiB; an adapter some 100 bytes.
 SPACE_BYTES_MAX = 1 << 20
@@ -33,6 +35,7 @@ MODELS_MAX, ADAPTERS_MAX = 64, 4096
 NAME_MAX, VERSION_MAX = 1024, 2048
 
 Name = Annotated[str, Meta(max_length=NAME_MAX, pattern=text.PLAIN)]
+Weights = Annotated[str, Meta(min_length=1, max_length=NAME_MAX, pattern=text.PLAIN)]
 Natural = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
@@ -52,7 +55,7 @@ class KeySpace(msgspec.Struct, frozen=True, kw_only=True):
     schema: Annotated[str, Meta(max_length=SPACE_BYTES_MAX)]
     namespace: Annotated[str, Meta(max_length=MAX_NAMESPACE_BYTES)] = ""
     version: Annotated[str, Meta(max_length=VERSION_MAX)] = ""
-    adapters: Annotated[dict[Name, Name], Meta(max_length=ADAPTERS_MAX)] = {}
+    adapters: Annotated[dict[Name, Weights], Meta(max_length=ADAPTERS_MAX)] = {}
     secret: Name = ""
     models: Annotated[tuple[Name, ...], Meta(max_length=MODELS_MAX)] = ()
     engine: Name = ""
@@ -115,6 +118,17 @@ def secret_name(secret: bytes) -> str:
     secret. Empty without a secret. Whoever guesses a secret can confirm it by that, as by a block's
     header (`namespace_fingerprint`)."""
     return namespace_fingerprint("", secret).hex()[:16] if secret else ""
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret of keys in `path`, without surrounding white space. Raises InvalidInput if the
+    file can't be read, or has no secret that keys can have."""
+    try:
+        secret = path.read_bytes().strip()
+        namespace_fingerprint(secret=secret)
+    except (OSError, InvalidInput) as error:
+        raise InvalidInput(f"can't use the secret in {path}: {error}") from error
+    return secret
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..credentials import format_address
 from ..directory import open_directory
 from ..directory.base import NodeRecord
-from ..errors import NodeUnavailable
+from ..errors import InvalidInput, NodeUnavailable
 from ..url import Pool, parse_url
 
 if TYPE_CHECKING:
@@ -26,9 +26,14 @@ PLACED_MAX = 65_536
 
 def open_members(url: str, pool: str, token: bytes) -> Members:
     """The nodes of a `tiffin://host:port,host:port` URL, or those in the directory at `url`. Raises
-    what `open_directory` raises."""
+    what `open_directory` raises, and InvalidInput for parameters of a client in the URL."""
     if not url.startswith("tiffin:"):
         return open_directory(url, pool=pool, token=token)
+    if "?" in url:
+        raise InvalidInput(
+            f"{url}: here the URL has addresses alone, tiffin://host:7700,host:7700; token and TLS "
+            "are options of their own"
+        )
     target = parse_url(url)
     assert isinstance(target, Pool)
     return FixedMembers(target.addresses)

@@ -139,7 +139,7 @@ def test_a_peer_that_hangs_is_noticed(process: Process, parallel_max: int) -> No
     whole, arrays = targets()
 
     def arrived(index: int) -> None:
-        if index == 3:
+        if index == 0:  # on a busy machine all may have arrived after some more
             process.stop()
 
     process.expect(parallel_max)  # an open that meets a stopped peer would be late, not stalled
@@ -147,7 +147,7 @@ def test_a_peer_that_hangs_is_noticed(process: Process, parallel_max: int) -> No
     with closing(transport):
         with pytest.raises(Stalled) as stalled:
             transport.read(1, RANGES, arrays, deadline=soon(600), arrived=arrived, stall_s=STALL_S)
-        assert 4 <= stalled.value.served.ranges < len(RANGES)
+        assert 1 <= stalled.value.served.ranges < len(RANGES)
         with pytest.raises(TransferTimeout):
             write_ranges(transport, 1, RANGES, SAME, deadline=soon(0.3))
         process.go_on()

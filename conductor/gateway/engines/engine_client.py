@@ -340,7 +340,11 @@ class Engines:
             if answer.status == 200:
                 return Tokens(_tokenised.decode(answer.plain).tokens)
             log.debug("%s answers /tokenize with %d", target.name, answer.status)
-        except (EngineError, TimeoutError, msgspec.DecodeError) as error:
+        except TimeoutError:
+            log.debug("%s does not tokenise in time", target.name)
+            if media:  # rendering may be what takes so long
+                self._rest(target)
+        except (EngineError, msgspec.DecodeError) as error:
             log.debug("%s does not tokenise: %s", target.name, error)
         return None
 
@@ -352,10 +356,17 @@ class Engines:
             answer = await self._whole(target, _RENDER, engine_bodies.render_body(ask), {})
         except EngineError as error:
             log.debug("%s does not render: %s", target.name, error)
+            self._rest(target)
             return None
-        if answer.status in (*_SHUT, 404, 405):
-            self._renders_again[target.name] = time.monotonic() + _RENDER_AGAIN_S
+        if answer.status not in (200, 400):
+            self._rest(target)
         return rendered(answer.plain) if answer.status == 200 else None
+
+    def _rest(self, target: CallTarget) -> None:
+        """Do not ask it to render for a while."""
+        now = time.monotonic()
+        self._renders_again = {one: at for one, at in self._renders_again.items() if at > now}
+        self._renders_again[target.name] = now + _RENDER_AGAIN_S
 
     async def detokenize(self, target: CallTarget, model: str, ids: Sequence[int]) -> str | None:
         """The text of token ids, from the instance's `/detokenize`; None on an error or timeout."""

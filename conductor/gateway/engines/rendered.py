@@ -45,6 +45,8 @@ def rendered(body: bytes) -> Tokens | None:
     try:
         found = _rendered.decode(body)
         features = found.features or _Features()
+        if features.mm_hashes.keys() != features.mm_placeholders.keys():
+            return None
         media = [
             Media(name, place.offset, place.length)
             for kind, names in features.mm_hashes.items()

@@ -54,18 +54,20 @@ class Random:
 @register("round_robin")
 class RoundRobin:
     """The instances in turn, by row. Instances may come and go: the next one is the first after the
-    last row that was chosen for the model."""
+    last row that was chosen for the model and key space."""
 
     name = "round_robin"
 
     def __init__(self) -> None:
-        self._last: dict[str, int] = {}  # per model; only models with registered instances
+        # Only of models with registered instances.
+        self._last: dict[tuple[str, str], int] = {}
 
     def choose(self, question: PolicyQuestion) -> Choice:
         """The cost is 0 for the chosen instance and 1 for all others."""
-        model, rows = question.request.model, question.rows
-        at = int(np.searchsorted(rows, self._last.get(model, -1), side="right")) % len(rows)
-        self._last[model] = int(rows[at])
+        request, rows = question.request, question.rows
+        of = request.model, request.key_space
+        at = int(np.searchsorted(rows, self._last.get(of, -1), side="right")) % len(rows)
+        self._last[of] = int(rows[at])
         return _choice(question, at, _all_but(question, at))
 
 

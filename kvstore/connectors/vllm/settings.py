@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 from ...errors import InvalidInput
+from ...format.key_space import read_secret
 from ...format.keys import namespace_fingerprint
 from ...sizes import parse_bytes
 from ...url import parse_url
@@ -93,11 +94,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if self.secret_file is None:
             return b""
         try:
-            secret = Path(self.secret_file).read_bytes().strip()
-            namespace_fingerprint(secret=secret)
-        except (OSError, InvalidInput) as error:
+            return read_secret(Path(self.secret_file))
+        except InvalidInput as error:
             raise InvalidInput(f"secret_file: {error}") from error
-        return secret
 
 
 def read(extra: Mapping[str, Any]) -> Settings:

@@ -101,7 +101,7 @@ def test_one_that_hands_over_its_requests_need_not_wait_for_their_ends() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [2, 4])  # of others it has no block alone
 def test_blocks_that_were_in_its_hbm_alone_are_saved(seed: int) -> None:
     """They are fetched from its node's memory then, and not computed again."""
     left, saved = (flipped(PREFILLS, "wait", way, seed) for way in ("leave", "save"))

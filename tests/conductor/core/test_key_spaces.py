@@ -10,6 +10,7 @@ import pytest
 from tiffin.conductor.core.conductor import Conductor
 from tiffin.conductor.core.settings import Settings, patched
 from tiffin.conductor.cost.latency_profiles import DEFAULT
+from tiffin.conductor.errors import Conflict
 from tiffin.conductor.events.index_updates import Added
 from tiffin.conductor.records import (
     Decision,
@@ -81,15 +82,11 @@ def test_blocks_of_one_space_count_for_nobody_in_another() -> None:
 
 
 def test_kv_is_handed_over_in_one_space_alone() -> None:
-    core = conductor(
-        *(("p-old", Role.PREFILL, "old"), ("d-old", Role.DECODE, "old")),
-        *(("p-new", Role.PREFILL, "new"), ("d-new", Role.DECODE, "new")),
-    )
-    ways = {(d.prefill, d.decode) for d in (placed(core, asked(f"r{n}")) for n in range(20))}
-    assert ways == {("p-old", "d-old"), ("p-new", "d-new")}
+    core = conductor(*APART)
+    found = ways(core, [asked(f"r{n}") for n in range(20)])
+    assert found == {("p-old", "d-old"), ("p-new", "d-new")}
     core.drain("d-new", 0.0)
-    ways = {(d.prefill, d.decode) for d in (placed(core, asked(f"s{n}")) for n in range(20))}
-    assert ways == {("p-old", "d-old")}
+    assert ways(core, [asked(f"s{n}") for n in range(20)]) == {("p-old", "d-old")}
 
 
 def test_a_group_that_would_be_late_leaves_the_request_to_another_one() -> None:
@@ -113,3 +110,64 @@ def test_an_update_of_all_engines_one_by_one() -> None:
         decision = placed(core, asked(f"r{number}"))
         assert decision.cached_tokens == (2048 if number < 3 else 0)
         core.observe(RequestEvent(f"r{number}", "cancelled"), 0.0)
+
+
+def ways(core: Conductor, requests: list[Request]) -> set[tuple[str, str]]:
+    return {(d.prefill, d.decode) for d in (placed(core, one) for one in requests)}
+
+
+APART = (
+    *(("p-old", Role.PREFILL, "old"), ("d-old", Role.DECODE, "old")),
+    *(("p-new", Role.PREFILL, "new"), ("d-new", Role.DECODE, "new")),
+)
+
+
+def test_prompts_without_keys_stay_in_one_group_as_well() -> None:
+    core = conductor(*APART)
+    without = [Request(f"r{n}", "m", 2100) for n in range(40)]
+    assert ways(core, without) == {("p-old", "d-old"), ("p-new", "d-new")}
+
+
+def test_a_group_without_any_to_prefill_decodes_alone_if_nobody_else_can() -> None:
+    core = conductor(APART[0], APART[3])
+    assert ways(core, [asked("r")]) == {("d-new", "d-new")}
+    core = conductor(*APART[1:])  # there are others who can
+    assert ways(core, [asked(f"r{n}") for n in range(10)]) == {("p-new", "d-new")}
+
+
+def test_round_robin_goes_round_in_each_group() -> None:
+    six = [(f"{space}-{n}", Role.MIXED, space) for space in ("old", "new") for n in range(3)]
+    core = conductor(*six, policy={"name": "round_robin"})
+    found = [
+        prefill for prefill, _ in (one for n in range(60) for one in ways(core, [asked(f"r{n}")]))
+    ]
+    assert {name: found.count(name) > 4 for name, *_ in six} == {name: True for name, *_ in six}
+
+
+def test_it_is_the_same_request_when_other_spaces_have_come() -> None:
+    core = conductor(*MIXED)
+    decision = placed(core, asked("r"))
+    alone = Request("r", "m", 2100, NEW.blocks, key_space="new")  # those of the old one are gone
+    assert placed(core, alone) is decision
+    third = PromptKeys((bytes([77]) * 16,) * 4, space="third")
+    assert placed(core, alone.in_space(third)) is decision
+    with pytest.raises(Conflict):
+        core.schedule(replace(alone, keys=third.blocks), 0.0)
+
+
+def test_an_idle_fleet_is_used_by_how_many_there_are_in_each_group() -> None:
+    core = conductor(("a", Role.MIXED, "old"), *((f"b{n}", Role.MIXED, "new") for n in range(3)))
+    found = []
+    for number in range(200):
+        found.append(placed(core, asked(f"r{number}"), float(number)).prefill)
+        core.observe(RequestEvent(f"r{number}", "cancelled"), float(number))
+    assert 20 < found.count("a") < 80
+
+
+def test_keys_in_a_space_that_nobody_has_any_more_count_for_nobody() -> None:
+    core = conductor(("a", Role.MIXED, "new"))
+    core.apply(Added("of-a", "dram", OLD.blocks), 0.0)
+    late = Request("r", "m", 2100, OLD.blocks, key_space="old")
+    assert placed(core, late).cached_tokens == 0
+    core.apply(Added("of-a", "dram", NEW.blocks), 0.0)
+    assert placed(core, asked("s")).cached_tokens == 2048

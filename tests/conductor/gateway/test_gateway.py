@@ -500,6 +500,7 @@ class TestWhatTheConductorIsAsked:
                     (403, {}),
                 ):
                     engine.calls.clear()
+                    it.gateway._engines._renders_again.clear()
                     engine.rendered = rendered
                     assert (await it.post(chat, "chat/completions")).status_code == 200
                     assert [path for path, *_ in engine.calls][:2] == [

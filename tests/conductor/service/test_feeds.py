@@ -120,6 +120,8 @@ def test_without_a_directory_nothing_is_missing() -> None:
         assert feeding.missing() == ""
         with pytest.raises(InvalidInput):
             feeding.follow_pool("ftp://x", "default", Cluster().credentials)
+        with pytest.raises(InvalidInput, match="options of their own"):
+            feeding.follow_pool("tiffin://h:1?token_file=/t", "default", Cluster().credentials)
         await feeding.close()
 
     asyncio.run(scenario())

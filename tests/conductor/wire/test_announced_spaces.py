@@ -50,6 +50,8 @@ def test_prompts_have_the_keys_that_the_engines_connector_makes() -> None:
         (keys,) = models.keys("served", TOKENS, asked, salt="pepper")
         assert keys.blocks == (() if asked == "explicit" else salted.keys)
     assert models.keys("served", TOKENS, "lora:unknown")[0].blocks == ()
+    models.announced.announced("node-b", [space(adapters={"sql": ""})])  # refused
+    assert len(models.keys("served", TOKENS, "lora:sql")) == 1
 
 
 def test_without_an_announcement_nobody_knows_what_becomes_of_a_salt() -> None:
