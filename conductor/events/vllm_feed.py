@@ -89,13 +89,14 @@ class _Engine:
         self.left_out: Counter[str] = Counter()  # events that do not count, by what they are
         self.tiers = {"hbm"}  # tiers that it reported; others may be a node's of the same name
         self._context = context
-        self.live = self._connect(zmq.SUB, publisher.endpoint)
+        self.live = self._socket(zmq.SUB)
         # Since when nobody answers there as a publisher does.
         self.deaf_since: float | None = now
         self._ears: zmq.Socket[bytes] | None = None
         try:
             self._ears = self.live.get_monitor_socket(_CONNECTED | _LOST)
             self.live.setsockopt(zmq.SUBSCRIBE, publisher.topic.encode())
+            self.live.connect(publisher.endpoint)  # once somebody listens for what comes of it
             self.replay: zmq.Socket[bytes] | None = None
             if publisher.replay:
                 self.replay = self._connect(zmq.DEALER, publisher.replay)
@@ -131,20 +132,24 @@ class _Engine:
             self.replay = fresh
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket = self._socket(kind)
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, _WAITING_BATCHES_MAX)
-            socket.setsockopt(zmq.MAXMSGSIZE, PAYLOAD_BYTES_MAX)
-            socket.setsockopt(zmq.RECONNECT_IVL, 100)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
-            # Heartbeats detect a host that vanishes without closing its connection.
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
             socket.connect(endpoint)
         except zmq.ZMQError:
             socket.close()
             raise
+        return socket
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, _WAITING_BATCHES_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, PAYLOAD_BYTES_MAX)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        # Heartbeats detect a host that vanishes without closing its connection.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
         return socket
 
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import socket
 import threading
+import time
 import zlib
 from collections import deque
 from pathlib import Path
@@ -423,6 +424,25 @@ def test_a_live_port_that_is_dead_is_told_though_replays_come(
     wait_until(lambda: world.feed.unheard() == {}, "it is heard")
     other._pub.close()
     wait_until(lambda: "other" in world.feed.unheard(), "it was lost")
+
+
+def test_a_publisher_that_is_there_at_once_is_heard(
+    world: World, start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a thread that others keep from listening."""
+    monkeypatch.setattr(vllm_feed, "_LOOK_S", 0.02)
+    monkeypatch.setattr(vllm_feed, "_DEAF_S", 0.0)
+    listens = zmq.Socket.get_monitor_socket
+
+    def late(socket: zmq.Socket[bytes], *events: int) -> zmq.Socket[bytes]:
+        time.sleep(0.3)
+        return listens(socket, *events)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", late)
+    engine = start()
+    world.feed.follow(engine.publisher())
+    engine.wait_for_subscriber()
+    wait_until(lambda: world.feed.unheard() == {}, "it is heard")
 
 
 def test_an_engine_is_followed_from_before_the_feed_to_its_departure(
