@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fleetsupport import BLOCK, PAGE, Fleet, started_fleet
-from vllmsupport import MARKS, prompt
+from kvsupport import wait_until
+from vllmsupport import MARKS, PATIENCE_S, prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,6 +107,7 @@ def test_other_weights_under_the_same_name_find_nothing_of_the_old(
     for name in fleet.engines:
         assert said(fleet, name, "sql", ids) == computed
         fleet.found_at(name, fresh, adapter="sql")
+    wait_until(lambda: fleet.known(other, adapter="sql") == 0, "it is announced", PATIENCE_S)
     fleet.wait_until_known([ids, fresh], adapter="sql")
     assert fleet.ask(other, adapter="sql")[1:] == (0, 0)
     forget(fleet)
