@@ -90,27 +90,29 @@ def decide(parts: Parts, request: Request, now: float) -> Accepted | RefusedRequ
         _decide(parts, request.in_space(keys.get(name, anywhere)._replace(space=name)), now)
         for name in names or ("",)
     ]
-    best = min(ways, key=_rank)
-    if not isinstance(best, Accepted):
-        return best
-    *like, ttft_s = _rank(best)
-    most_s = ttft_s * (1.0 + parts.settings.policy.near_share)
-    near = [one for one in ways if [*_rank(one)[:-1]] == like and _rank(one)[-1] <= most_s]
-    plans = [one for one in near if isinstance(one, Accepted)]
-    (best,) = parts.dice.choices(plans, [len(one.plan.question.rows) for one in plans])
+    accepted = [one for one in ways if isinstance(one, Accepted)]
+    if not accepted:
+        refused = [one for one in ways if isinstance(one, RefusedRequest)]
+        return min(refused, key=_predicted_s)
+    *least, ttft_s = min(map(_rank, accepted))
+    most = (*least, ttft_s * (1.0 + parts.settings.policy.near_share))
+    near = [one for one in accepted if _rank(one) <= most]
+    (best,) = parts.dice.choices(near, [len(one.plan.question.rows) for one in near])
     best.flight.asked = request  # as it may be asked again
     return best
 
 
-def _rank(way: Accepted | RefusedRequest) -> tuple[int, int, bool, float]:
-    """Accepted before refused, as it is before degraded, prefilled by who does that before by who
-    decodes, then by the time to the first token."""
-    if isinstance(way, Accepted):
-        placement = way.plan.placement
-        alone = placement is not None and placement.reason == "no_prefill"
-        return 0, len(way.verdict.steps), alone, way.plan.forecast.ttft_s
+def _rank(way: Accepted) -> tuple[int, bool, float]:
+    """As it is before degraded, prefilled by who does that before by who decodes, then by the time
+    to the first token."""
+    placement = way.plan.placement
+    alone = placement is not None and placement.reason == "no_prefill"
+    return len(way.verdict.steps), alone, way.plan.forecast.ttft_s
+
+
+def _predicted_s(way: RefusedRequest) -> float:
     ttft_s = way.rejection.predicted_ttft_s
-    return 1, 0, False, inf if ttft_s is None else ttft_s
+    return inf if ttft_s is None else ttft_s
 
 
 def _decide(parts: Parts, request: Request, now: float) -> Accepted | RefusedRequest:

@@ -2,7 +2,7 @@
 
 Most models have one. During an update, or with engines whose pages differ, some have several: then
 each group of engines has keys of its own. They are ordered by how many engines have them, then by
-their bytes, so that all conductors have the same order. What was announced last is remembered when
+their names, so that all conductors have the same order. What was announced last is remembered when
 the last engine of a model has gone: its blocks are still in the pool.
 """
 
@@ -32,8 +32,6 @@ REMEMBERED_MAX = 256
 
 # Adapters are a request's model by their own name, or by the namespace that events give them.
 ADAPTER = "lora:"
-
-Home = tuple[str, KeySpace]  # a node, and what an engine there has announced
 
 
 class Keyed(NamedTuple):
@@ -65,12 +63,14 @@ class AnnouncedSpaces:
 
     def __init__(self) -> None:
         self.secrets: Mapping[str, bytes] = {}
-        self._by_node: dict[str, tuple[KeySpace, ...]] = {}
+        self._by_node: dict[str, tuple[Keyed, ...]] = {}
         self._schemas: dict[str, KVSchema] = {}  # parsed, by their texts
-        self._of: dict[str, tuple[Keyed, ...]] = {}  # remembered ones first
+        # By model: what engines announce now, and what the last ones of others had announced.
+        self._now: dict[str, tuple[Keyed, ...]] = {}
+        self._gone: dict[str, tuple[Keyed, ...]] = {}
         # Where engines of a model are, by their names; and those without a name, by their nodes.
-        self._named: dict[tuple[str, str], list[Home]] = {}
-        self._nameless: dict[tuple[str, str], list[Home]] = {}
+        self._named: dict[tuple[str, str], list[tuple[str, Keyed]]] = {}
+        self._nameless: dict[tuple[str, str], list[tuple[str, Keyed]]] = {}
         self._unreadable: dict[str, str] = {}  # by node, why one of its spaces is not used
 
     def announced(self, node: str, encoded: Sequence[bytes]) -> set[str]:
@@ -86,30 +86,30 @@ class AnnouncedSpaces:
             except (InvalidInput, InvalidRequest) as error:
                 self._unreadable[node] = str(error)
             else:
-                spaces.append(space)
+                spaces.append(self._keyed(space))
         told = self._by_node.get(node, ())
         if spaces:
             self._by_node[node] = tuple(spaces)
         else:
             self._by_node.pop(node, None)
         self._find_homes()
-        now = self._kinds()
-        gone = [(model, spaces) for model, spaces in self._of.items() if model not in now]
-        self._of = dict(gone[-REMEMBERED_MAX:]) | now
+        now, known = self._kinds(), {**self._gone, **self._now}
+        gone = [(model, known[model]) for model in known if model not in now]
+        self._gone = dict(gone[-REMEMBERED_MAX:])
+        self._now = now  # last: `named` finds a model in the one or in the other
         self._forget_schemas()
         changed = () if tuple(spaces) == told else (*told, *spaces)
-        return {model for one in changed for model in one.models}
+        return {model for one in changed for model in one.space.models}
 
     def forget(self, model: str) -> None:
         """Forget what was announced for a model, unless some engine still announces it."""
-        if model in self._of and model not in self._kinds():
-            del self._of[model]
+        if self._gone.pop(model, None) is not None:
             self._forget_schemas()
 
     def all_of(self, model: str) -> tuple[Keyed, ...]:
         """The key spaces of a model's engines, with the adapters of all engines that have one, that
         of most engines first."""
-        return self._of.get(model, ())
+        return self._now.get(model) or self._gone.get(model, ())
 
     def of(self, model: str) -> Keyed | None:
         """The key space of most engines of a model; None if no engine has announced anything."""
@@ -134,15 +134,13 @@ class AnnouncedSpaces:
         home = self._named.get((model, engine)) or [
             one for node in at_host for one in self._nameless.get((model, node), ())
         ]
-        if len({(node, name_of(space)) for node, space in home}) != 1:
-            return None
-        return home[0][0], self._keyed(home[0][1])
+        return home[0] if len({(node, one.name) for node, one in home}) == 1 else None
 
     def notes(self) -> list[str]:
         """What operators should know: spaces that can't be read, models whose prompts can't be
         keyed here, and models whose engines have announced more than one space."""
         notes = [f"key spaces at {node}: {why}" for node, why in sorted(self._unreadable.items())]
-        for model, spaces in sorted(self._kinds().items()):
+        for model, spaces in sorted(self._now.items()):
             if any(one.secret is None for one in spaces):
                 notes.append(
                     f"the keys of {model} have a secret: name its file in discovery.secret_files, "
@@ -160,33 +158,29 @@ class AnnouncedSpaces:
     def _kinds(self) -> dict[str, tuple[Keyed, ...]]:
         """By model: the spaces with other keys, with all adapters of the engines that have one."""
         counts: dict[str, Counter[str]] = {}
-        merged: dict[str, KeySpace] = {}
-        for space in (one for node in sorted(self._by_node) for one in self._by_node[node]):
-            name = name_of(space)
-            merged[name] = _merged(merged.get(name, space), space)
-            for model in space.models:
-                counts.setdefault(model, Counter())[name] += 1
+        merged: dict[str, Keyed] = {}
+        for one in (one for node in sorted(self._by_node) for one in self._by_node[node]):
+            both = _merged(merged.get(one.name, one).space, one.space)
+            merged[one.name] = one._replace(space=both)
+            for model in one.space.models:
+                counts.setdefault(model, Counter())[one.name] += 1
         return {
-            model: tuple(
-                self._keyed(merged[name])
-                for name in sorted(names, key=lambda one: (-names[one], merged[one].encoded()))
-            )
+            model: tuple(merged[name] for name in sorted(names, key=lambda one: (-names[one], one)))
             for model, names in counts.items()
         }
 
     def _find_homes(self) -> None:
         self._named, self._nameless = {}, {}
         for node, spaces in self._by_node.items():
-            for space in spaces:
-                for model in space.models:
-                    if space.engine:
-                        self._named.setdefault((model, space.engine), []).append((node, space))
-                    else:
-                        self._nameless.setdefault((model, node), []).append((node, space))
+            for one in spaces:
+                engine = one.space.engine
+                homes, where = (self._named, engine) if engine else (self._nameless, node)
+                for model in one.space.models:
+                    homes.setdefault((model, where), []).append((node, one))
 
     def _forget_schemas(self) -> None:
-        used = {space.schema for spaces in self._by_node.values() for space in spaces}
-        used |= {one.space.schema for spaces in self._of.values() for one in spaces}
+        known = (*self._by_node.values(), *self._gone.values())
+        used = {one.space.schema for spaces in known for one in spaces}
         self._schemas = {text: one for text, one in self._schemas.items() if text in used}
 
     def _keyed(self, space: KeySpace) -> Keyed:

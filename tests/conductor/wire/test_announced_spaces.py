@@ -146,6 +146,14 @@ def test_what_engines_of_one_space_say_of_adapters_is_put_together() -> None:
     assert keyed.namespace_of("lora:code") is None  # which of the two?
 
 
+def test_engines_of_one_space_that_serve_it_by_other_names() -> None:
+    spaces = AnnouncedSpaces()
+    spaces.announced("a", [space(models=("one",))])
+    assert spaces.announced("b", [space(models=("other",))]) == {"other"}
+    assert spaces.of("one") is not None
+    assert spaces.of("other") is not None
+
+
 def test_what_can_not_be_read_is_named_and_harms_nobody() -> None:
     spaces = AnnouncedSpaces()
     assert spaces.announced("a", [b"\xff", space(schema="[]"), space()]) == {"served", "alias"}
