@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tiffin.conductor.events.index_updates import Added
 from tiffin.conductor.pool.orders import NodeSpace
+from tiffin.conductor.pool.popularity import Group
 
 from .decision import MODEL
 from .index import keys_of
@@ -29,6 +30,6 @@ def spaces_with_hot_prefixes(
         keys = keys_of(_BLOCKS)
         core.apply(Added(names[number % nodes], "dram", keys), now)
         for time in range(_TIMES):
-            core.popularity.seen(keys, now, model=MODEL, block_bytes=_BLOCK_BYTES)
+            core.popularity.seen(keys, now, group=Group(MODEL), block_bytes=_BLOCK_BYTES)
             core.popularity.wanted(keys, names[(number + time) % nodes], now)
     return {name: NodeSpace(name, 64 * _GIB, 32 * _GIB) for name in names}

@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ..state.sliced_work import finished
+from .popularity import Group
 
 if TYPE_CHECKING:
     import random
@@ -61,7 +62,8 @@ class ArrivalBuffer:
             yield from self._popularity.making_room(len(request.keys), now)
             shared = self._popularity.seen(
                 request.keys, now,
-                model=request.model, block_bytes=spec.block_bytes, weight=weight,
+                group=Group(request.model, request.key_space),
+                block_bytes=spec.block_bytes, weight=weight,
             )  # fmt: skip
             if shared and spec.node:
                 self._popularity.wanted(request.keys[:shared], spec.node, now, weight=weight)

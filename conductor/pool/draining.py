@@ -32,6 +32,7 @@ from msgspec import Meta
 
 from ..state.sliced_work import finished
 from .orders import LOST_S, NO_PARENT, ORDER_BLOCKS_MAX, Admit, Copy, Evacuate
+from .popularity import EVERYBODY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -278,8 +279,10 @@ class NodeDrain:
         refused = self._refused.get(keys[0], set())
         if len(refused) >= self.settings.tries_max:
             return None
-        targets = [n for n in pool.takers(prefix.model) if n != self.node and n not in refused]
-        targets = targets or [n for n in pool.takers("") if n != self.node and n not in refused]
+        targets = [n for n in pool.takers(prefix.group) if n != self.node and n not in refused]
+        targets = targets or [
+            n for n in pool.takers(EVERYBODY) if n != self.node and n not in refused
+        ]
         if not targets:
             return None
         nbytes = len(keys) * prefix.block_bytes

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..records import Fetch
     from ..state.prefix_index import PrefixMatch
     from ..state.sliced_work import Work
-    from .popularity import HotPrefix, Popularity
+    from .popularity import Group, HotPrefix, Popularity
 
 # The parent key of block 0.
 NO_PARENT = bytes(KEY_BYTES)
@@ -150,18 +150,18 @@ def _no_seconds(sources: Sequence[str], target: str, nbytes: int) -> Sequence[fl
 class PoolView:
     """A snapshot of the nodes for one tick; it caches look-ups, so the next tick needs a new one.
 
-    `seconds(sources, target, nbytes)` is how long a copy from each source takes; `serving(model)`
-    names the nodes that run beside instances of a model (None: all nodes).
+    `seconds(sources, target, nbytes)` is how long a copy from each source takes; `serving(group)`
+    names the nodes that run beside instances of a group (None: all nodes).
     """
 
     nodes: Mapping[str, NodeSpace]
     index: BlockHolders
     popularity: Popularity
     seconds: Callable[[Sequence[str], str, int], Sequence[float]] = _no_seconds
-    serving: Callable[[str], Collection[str]] | None = None
+    serving: Callable[[Group], Collection[str]] | None = None
     _names: dict[int, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _hot: tuple[int, float, list[HotPrefix]] = field(default=(-1, 0.0, []), repr=False)
-    _takers: dict[str, Takers] = field(default_factory=dict, repr=False)
+    _takers: dict[Group, Takers] = field(default_factory=dict, repr=False)
 
     def finding_hot(self, n: int, now: float) -> Work[list[HotPrefix]]:
         """The `n` most popular prefixes, looked up once for all drains of this tick."""
@@ -209,23 +209,23 @@ class PoolView:
             self._names[number] = found
         return found
 
-    def takers(self, model: str) -> list[str]:
-        """Candidate targets for copies of a model's blocks: node names, sorted."""
-        return self.index_of_takers(model).names
+    def takers(self, group: Group) -> list[str]:
+        """Candidate targets for copies of a group's blocks: node names, sorted."""
+        return self.index_of_takers(group).names
 
-    def index_of_takers(self, model: str) -> Takers:
-        """The candidate targets with their salts and free space, cached per model."""
-        found = self._takers.get(model)
+    def index_of_takers(self, group: Group) -> Takers:
+        """The candidate targets with their salts and free space, cached per group."""
+        found = self._takers.get(group)
         if found is None:
             nodes = self.nodes
-            names = nodes if self.serving is None else self.serving(model)
+            names = nodes if self.serving is None else self.serving(group)
             found = Takers(sorted(n for n in names if n in nodes and not nodes[n].draining), nodes)
-            self._takers[model] = found
+            self._takers[group] = found
         return found
 
 
 class Takers:
-    """Candidate target nodes for copies, evaluated once for all prefixes of a model."""
+    """Candidate target nodes for copies, evaluated once for all prefixes of a group."""
 
     def __init__(self, names: list[str], nodes: Mapping[str, NodeSpace]) -> None:
         self.names = names

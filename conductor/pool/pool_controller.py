@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .leader import LeaderLease
     from .orders import Ended, NodeSpace, Order
     from .planner import FleetPlan
+    from .popularity import Group
     from .prompt_sums import PromptSums
     from .role_flip import Action, Flip
 
@@ -492,9 +493,16 @@ class Steering:
             found: list[float] = core.transfers.seconds(numbers, _DRAM, to, nbytes, now).tolist()
             return found
 
-        def serving(model: str) -> set[str]:
-            specs = map(core.cluster.spec, core.cluster.names)
-            return {spec.node for spec in specs if spec.node and model in ("", spec.model)}
+        def serving(group: Group) -> set[str]:
+            cluster = core.cluster
+            return {
+                spec.node
+                for spec, space in zip(cluster.specs, cluster.key_spaces, strict=True)
+                if spec is not None
+                and spec.node
+                and group.model in ("", spec.model)
+                and group.space in ("", space)
+            }
 
         return PoolView(nodes, core.index, core.popularity, seconds, serving)
 

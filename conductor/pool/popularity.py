@@ -56,8 +56,8 @@ COLUMNS_LOG2 = 18
 CHAIN_MAX = 4096
 # Keys in the table: 8 million tokens of shared prefixes; some 4 MB.
 TRACKED_MAX = 16_384
-# Models whose prompts are counted; a further model evicts the one that was seen first.
-MODELS_MAX = 1024
+# Groups whose prompts are counted; a further one evicts the one that was seen first.
+GROUPS_MAX = 1024
 # A key enters the table from this count on: seen twice, the first time at most a half-life ago.
 TRACKED_FROM = 1.5
 _KEPT_SHARE = 0.75
@@ -76,9 +76,20 @@ class PopularitySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     stream, short enough that yesterday's system prompt makes room for today's."""
 
 
+class Group(NamedTuple):
+    """The engines of a `model` that can use the same blocks: those whose keys are of one `space`,
+    or all ("")."""
+
+    model: str = ""
+    space: str = ""
+
+
+EVERYBODY = Group()
+
+
 class HotPrefix(NamedTuple):
     """`keys` from block 0 on. `popularity` is how many remembered prompts begin with all of them,
-    `share` how large a part of all prompts to this model that is, `rate_s` prompts per second,
+    `share` how large a part of all prompts to its `group` that is, `rate_s` prompts per second,
     `block_bytes` the size of one block (0 if unknown)."""
 
     keys: tuple[bytes, ...]
@@ -86,7 +97,7 @@ class HotPrefix(NamedTuple):
     share: float
     rate_s: float
     block_bytes: int
-    model: str = ""
+    group: Group = EVERYBODY
 
 
 class Sketch:
@@ -160,7 +171,7 @@ class Popularity:
         half_life_s = self.settings.half_life_s
         self._seen = Sketch(half_life_s, dice, columns_log2)
         self._wanted = Sketch(half_life_s, dice, columns_log2)
-        self._prompts: dict[str, tuple[float, float]] = {}  # of each model: how many, when
+        self._prompts: dict[Group, tuple[float, float]] = {}  # of each group: how many, when
         self._grain = (1.0, 0.0)  # the largest weight of one prompt, and when it was counted
         self._tracked_max = tracked_max
         self._floor = (0.0, 0.0)  # the least popularity that was kept in the table, and when
@@ -168,7 +179,7 @@ class Popularity:
         self._row: dict[bytes, int] = {}
         self._parent = np.full(tracked_max, -1, np.int64)
         self._block_bytes = np.zeros(tracked_max, np.int64)
-        self._model = np.full(tracked_max, "", object)
+        self._group = np.full(tracked_max, None, object)
 
     def __len__(self) -> int:
         """How many keys are in the table."""
@@ -176,7 +187,7 @@ class Popularity:
 
     def configure(self, settings: PopularitySettings, now: float) -> None:
         """Apply changed settings from `now` on; the current counts are kept."""
-        self._prompts = {model: (self.prompts(now, model), now) for model in self._prompts}
+        self._prompts = {group: (self.prompts(now, group), now) for group in self._prompts}
         self._grain = (self.grain(now), now)
         self._floor = (self._faded(self._floor, now), now)
         self.settings = settings
@@ -188,7 +199,7 @@ class Popularity:
         keys: Sequence[bytes],
         now: float,
         *,
-        model: str = "",
+        group: Group = EVERYBODY,
         block_bytes: int = 0,
         weight: float = 1.0,
     ) -> int:
@@ -200,8 +211,8 @@ class Popularity:
         """
         if weight > self.grain(now):
             self._grain = (weight, now)
-        self._prompts[model] = self.prompts(now, model) + weight, now
-        if len(self._prompts) > MODELS_MAX:
+        self._prompts[group] = self.prompts(now, group) + weight, now
+        if len(self._prompts) > GROUPS_MAX:
             self._prompts.pop(next(iter(self._prompts)))
         if not keys:
             return 0
@@ -209,7 +220,7 @@ class Popularity:
         counts = self._seen.add(self._seen.places(_words(keys)), now, weight)
         shared = int(np.count_nonzero(counts >= weight + TRACKED_FROM - 1.0))
         floor = self._faded(self._floor, now)
-        self._track(keys, int(np.count_nonzero(counts[:shared] > floor)), model, block_bytes, now)
+        self._track(keys, int(np.count_nonzero(counts[:shared] > floor)), group, block_bytes, now)
         return shared
 
     def making_room(self, keys: int, now: float) -> Work[None]:
@@ -225,9 +236,9 @@ class Popularity:
             words = _words(keys[:CHAIN_MAX])
             self._wanted.add(self._wanted.places(words, salts_of([node])), now, weight)
 
-    def prompts(self, now: float, model: str = "") -> float:
-        """The decayed number of prompts to a model: a prompt of a half-life ago counts half."""
-        return self._faded(self._prompts.get(model, (0.0, now)), now)
+    def prompts(self, now: float, group: Group = EVERYBODY) -> float:
+        """The decayed number of prompts to a group: a prompt of a half-life ago counts half."""
+        return self._faded(self._prompts.get(group, (0.0, now)), now)
 
     def grain(self, now: float) -> float:
         """The most that one counted prompt adds to a current popularity; 1 as long as each prompt
@@ -270,7 +281,7 @@ class Popularity:
             return []
         keys = list(self._row)
         parent = self._parent[: len(keys)].copy()
-        block_bytes, models = self._block_bytes[: len(keys)].copy(), self._model[: len(keys)].copy()
+        block_bytes, groups = self._block_bytes[: len(keys)].copy(), self._group[: len(keys)].copy()
         counts = yield from self._counting(keys, parent, now)
         yield
         level = np.frexp(counts)[1]
@@ -282,20 +293,17 @@ class Popularity:
         chains = _Chains(keys, parent.tolist())
         found: list[HotPrefix] = []
         for row in best.tolist():
-            count, model = float(counts[row]), models[row]
-            share = self._share(count, model, now)
+            count, group = float(counts[row]), groups[row]
+            share = count / max(self.prompts(now, group), count)
             of_one = int(block_bytes[row])
-            found.append(HotPrefix(chains.to(row), count, share, count * rate, of_one, model))
+            found.append(HotPrefix(chains.to(row), count, share, count * rate, of_one, group))
             yield
         return found
-
-    def _share(self, count: float, model: str, now: float) -> float:
-        return count / max(self.prompts(now, model), count)
 
     # -- the table ---------------------------------------------------------------------------------
 
     def _track(
-        self, keys: Sequence[bytes], count: int, model: str, block_bytes: int, now: float
+        self, keys: Sequence[bytes], count: int, group: Group, block_bytes: int, now: float
     ) -> None:
         """Put the first `count` of these keys into the table, as far as there is room."""
         begin = self._tracked(keys, count)
@@ -307,7 +315,7 @@ class Popularity:
         for key in keys[begin:count]:
             row = self._row[key] = len(self._row)
             self._parent[row], self._block_bytes[row] = parent, block_bytes
-            self._model[row] = model
+            self._group[row] = group
             parent = row
 
     def _tracked(self, keys: Sequence[bytes], count: int) -> int:
@@ -349,7 +357,7 @@ class Popularity:
         renumbered = np.full(len(keys) + 1, -1, np.int64)
         renumbered[kept] = np.arange(len(kept))
         self._parent[: len(kept)] = renumbered[self._parent[kept]]
-        for column in (self._block_bytes, self._model):
+        for column in (self._block_bytes, self._group):
             column[: len(kept)] = column[kept]
         self._row = row
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from ..state.sliced_work import Work
     from .orders import Order, PoolView, Takers
-    from .popularity import HotPrefix
+    from .popularity import Group, HotPrefix
 
 # The index lists a new replica within seconds; until then its absence there means nothing.
 SETTLED_S = 10.0
@@ -129,7 +129,7 @@ class _Kept:
 
     nbytes: int
     since: float
-    model: str
+    group: Group
 
 
 class _Heat(NamedTuple):
@@ -180,7 +180,7 @@ class Replication:
         self._kept: OrderedDict[tuple[str, bytes], _Kept] = OrderedDict()
         self._kept_bytes: dict[str, int] = {}  # per node; includes copies under way
         self._under_way: dict[int, tuple[Copy, float]] = {}
-        self._models: dict[int, str] = {}  # of the orders under way
+        self._groups: dict[int, Group] = {}  # of the orders under way
         self._cooling: OrderedDict[tuple[str, bytes], float] = OrderedDict()
         # The nodes of each block in `_kept` and in `_cooling`: most prefixes have none.
         self._kept_on: dict[bytes, set[str]] = {}
@@ -228,10 +228,10 @@ class Replication:
         blocks = min(max(outcome.blocks, 0), len(order.keys))
         each = order.nbytes // len(order.keys)
         self._add_bytes(order.target, -order.nbytes)
-        model = self._models.pop(outcome.number)
+        group = self._groups.pop(outcome.number)
         for key in order.keys[:blocks]:
             if (order.target, key) not in self._kept:
-                self._kept[order.target, key] = _Kept(each, now, model)
+                self._kept[order.target, key] = _Kept(each, now, group)
                 self._kept_on.setdefault(key, set()).add(order.target)
                 self._add_bytes(order.target, each)
         self.numbers.copied_blocks += blocks
@@ -315,9 +315,9 @@ class Replication:
             return ""
         if heat.popularity * own.shrink < own.popularity_min:
             return "cold"
-        prompts = max(pool.popularity.prompts(now, kept.model), heat.popularity)
+        prompts = max(pool.popularity.prompts(now, kept.group), heat.popularity)
         share = min(1.0, own.shrink * heat.popularity / prompts)
-        spread = heat.holders > self._goal(share, len(pool.takers(kept.model)))
+        spread = heat.holders > self._goal(share, len(pool.takers(kept.group)))
         return "more copies than its share needs" if spread else ""
 
     def _give_up(self, node: str, key: bytes, now: float) -> None:
@@ -360,7 +360,7 @@ class Replication:
         """Copies of one prefix: to nodes with demand for it, and to as many as its share needs.
         Each target is a piece of its own: 0.1 ms."""
         own, keys = self.settings, prefix.keys
-        held, takers = pool.leading(keys), pool.index_of_takers(prefix.model)
+        held, takers = pool.leading(keys), pool.index_of_takers(prefix.group)
         if not held or not takers.names:
             return []
         # Only these nodes have a block of the prefix, or will have one.
@@ -478,7 +478,7 @@ class Replication:
         parent = prefix.keys[begin - 1] if begin else NO_PARENT
         number = next(self._counter)
         order = Copy(number, keys, parent, begin, source, target, nbytes, reason)
-        self._under_way[number], self._models[number] = (order, now), prefix.model
+        self._under_way[number], self._groups[number] = (order, now), prefix.group
         self._add_bytes(target, nbytes)
         self._bucket.left_bytes -= nbytes
         self.numbers.copies_ordered += 1

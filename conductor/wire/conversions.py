@@ -370,7 +370,7 @@ def instance_reply(view: InstanceView, models: KeyedModels) -> InstanceReply:
 def hot_reply(prefix: HotPrefix) -> HotPrefixReply:
     """A hot prefix, identified by the key of its last block."""
     return HotPrefixReply(
-        model=prefix.model,
+        model=prefix.group.model,
         blocks=len(prefix.keys),
         last_key=prefix.keys[-1].hex() if prefix.keys else "",
         popularity=prefix.popularity,

@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 from tiffin.conductor.pool.orders import Admit, Copy, Drop, Ended, Evacuate, NodeSpace, PoolView
-from tiffin.conductor.pool.popularity import Popularity, PopularitySettings
+from tiffin.conductor.pool.popularity import Group, Popularity, PopularitySettings
 from tiffin.conductor.pool.replication import Replication
 from tiffin.conductor.state.prefix_index import PrefixIndex
 from tiffin.conductor.state.sliced_work import finished
@@ -75,7 +75,7 @@ class World:
     def come(self, keys: Sequence[bytes], times: int = 1, node: str = "") -> None:
         """Prompts come, and go to an instance on `node`."""
         for _ in range(times):
-            shared = self.popularity.seen(keys, self.now, model="m", block_bytes=MIB)
+            shared = self.popularity.seen(keys, self.now, group=Group("m"), block_bytes=MIB)
             if node:
                 self.popularity.wanted(keys[:shared], node, self.now)
 

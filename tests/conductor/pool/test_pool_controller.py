@@ -50,6 +50,19 @@ class TestReplication:
         assert made.steering.replication.numbers.copied_blocks == 8
         assert made.steering.tick(NODES, 4.0).orders == []
 
+    def test_it_is_copied_to_nodes_whose_engines_can_use_it(self) -> None:
+        made = conductor(*(spec(name, block_bytes=1 << 20) for name in "abc"))
+        for name, space in (("a", "old"), ("b", "new"), ("c", "old")):
+            made.cluster.set_key_space(name, space)
+        shared = keys("system prompt", 4)
+        made.apply(Added("node-a", "dram", shared), 0.0)
+        for number in range(40):
+            request = Request(f"r{number}", "m", 4 * BLOCK + 7, shared, key_space="old")
+            assert isinstance(made.schedule(request, 1.0 + number / 100), Decision)
+            tell(made, request.id, "finished", now=1.5)
+        orders = made.steering.tick(NODES, 2.0).orders
+        assert [order.target for order in orders if isinstance(order, Copy)] == ["node-c"]
+
     def test_without_nodes_nothing_is_ordered(self) -> None:
         made = conductor(spec("a"))
         assert made.steering.tick({}, 1.0).orders == []

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from replicationsupport import hot_prefixes
 
 from tiffin.conductor.pool.arrival_buffer import COUNTED_MAX, ArrivalBuffer
-from tiffin.conductor.pool.popularity import MODELS_MAX, Popularity, PopularitySettings, Sketch
+from tiffin.conductor.pool.popularity import (
+    GROUPS_MAX,
+    Group,
+    Popularity,
+    PopularitySettings,
+    Sketch,
+)
 from tiffin.conductor.records import InstanceSpec, Request, Role
 
 if TYPE_CHECKING:
@@ -150,15 +156,15 @@ class TestHotPrefixes:
         """A system prompt of 3 blocks; after it 16 prompts differ, 10 others continue alike."""
         counted = popularity()
         for i in range(16):
-            counted.seen(chain([0, 0, 0, 10 + i]), 0.0, model="m")
+            counted.seen(chain([0, 0, 0, 10 + i]), 0.0, group=Group("m"))
         for _ in range(10):
-            counted.seen(chain([0, 0, 0, 1, 1]), 0.0, model="m")
-        counted.seen(chain([7]), 0.0, model="other")
+            counted.seen(chain([0, 0, 0, 1, 1]), 0.0, group=Group("m"))
+        counted.seen(chain([7]), 0.0, group=Group("other"))
         hot = hot_prefixes(counted, 10, 0.0)
         assert [(len(one.keys), one.popularity) for one in hot] == [(3, 26.0), (5, 10.0)]
         assert hot[0].keys == chain([0, 0, 0])
         assert hot[1].share == pytest.approx(10 / 26)
-        assert {one.model for one in hot} == {"m"}
+        assert {one.group for one in hot} == {Group("m")}
         assert hot_prefixes(counted, 1, 0.0) == hot[:1]
         assert hot_prefixes(counted, 0, 0.0) == []
 
@@ -229,10 +235,10 @@ class TestHotPrefixes:
 
     def test_models_are_bounded(self) -> None:
         counted = popularity()
-        for i in range(MODELS_MAX + 10):
-            counted.seen((), 0.0, model=f"m{i}")
-        assert counted.prompts(0.0, "m0") == 0.0
-        assert counted.prompts(0.0, f"m{MODELS_MAX + 9}") == 1.0
+        for i in range(GROUPS_MAX + 10):
+            counted.seen((), 0.0, group=Group(f"m{i}"))
+        assert counted.prompts(0.0, Group("m0")) == 0.0
+        assert counted.prompts(0.0, Group(f"m{GROUPS_MAX + 9}")) == 1.0
 
 
 class TestTheSketch:
@@ -276,7 +282,7 @@ class TestArrivals:
         for prompt in range(COUNTED_MAX):
             arrivals.came(self.asked(0, prompt), spec)
         arrivals.count(0.0)
-        assert counted.prompts(0.0, "m") == COUNTED_MAX
+        assert counted.prompts(0.0, Group("m")) == COUNTED_MAX
         assert counted.of_each(chain([0]), 0.0).tolist() == [COUNTED_MAX]
         assert counted.demand_each(chain([0]), ["n"], 0.0).tolist() == [COUNTED_MAX - 1]
 
@@ -320,11 +326,11 @@ class TestArrivals:
                 head = 0 if prompt % 3 == 0 else 1 + 40 * tick + prompt
                 arrivals.came(self.asked(head, 1 + 40 * tick + prompt), spec)
             arrivals.count(float(tick) / 10)
-        assert counted.prompts(3.0, "m") == pytest.approx(1200, rel=0.02)
+        assert counted.prompts(3.0, Group("m")) == pytest.approx(1200, rel=0.02)
         assert counted.of_each(chain([0]), 3.0)[0] == pytest.approx(420, rel=0.3)
         assert [one.keys for one in hot_prefixes(counted, 9, 3.0)] == [chain([0])]
         arrivals.count(4.0)
-        assert counted.prompts(3.0, "m") == pytest.approx(1200, rel=0.02)
+        assert counted.prompts(3.0, Group("m")) == pytest.approx(1200, rel=0.02)
 
     def test_what_one_stands_for_is_told_and_fades(self) -> None:
         counted, arrivals, spec = self.made()

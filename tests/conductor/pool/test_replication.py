@@ -13,6 +13,7 @@ from replicationsupport import MIB, World, hot_prefixes, lines, prompt
 
 from tiffin.conductor.pool.arrival_buffer import COUNTED_MAX, ArrivalBuffer
 from tiffin.conductor.pool.orders import NO_PARENT, ORDER_BLOCKS_MAX, Copy, Drop, Ended, NodeSpace
+from tiffin.conductor.pool.popularity import Group
 from tiffin.conductor.pool.replication import (
     LOST_S,
     REST_MAX_S,
@@ -148,7 +149,7 @@ class TestScenarios:
         pool.has("a", SYSTEM)
         pool.come(SYSTEM, 10)
         view = pool.pool
-        view.serving = {"m": ["a", "c", "gone"]}.__getitem__
+        view.serving = {Group("m"): ["a", "c", "gone"]}.__getitem__
         (order,) = pool.replication.plan(view, 1.0)
         assert isinstance(order, Copy)
         assert order.target == "c"
