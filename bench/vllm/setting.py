@@ -29,19 +29,31 @@ class Sizes:
     gap_turns: int = 10
     hook_turns: int = 10
     # Of the fleet: conversations, each node's DRAM, with room for all that they say and without,
-    # requests per second (half of what it can serve, nearly that, and more), prompts that are hot.
+    # loads, as shares of what it can serve, in so many runs by turns, prompts that are hot, and
+    # that are refused.
     users: int = 50
     turns: int = 4
     dram: str = "1GiB"
     tight_dram: str = "128MiB"
-    rates_s: tuple[float, ...] = (1.5, 3.0, 4.5)
+    loads: tuple[float, ...] = (0.5, 0.9, 1.5)
+    runs: int = 5
     hot: int = 10
+    refused: int = 200
 
     @classmethod
     def quick(cls) -> Sizes:
         """Fewer rounds; an engine's start takes most of the time anyway."""
         return cls(
-            prompts=2, rounds=3, gap_turns=5, hook_turns=3, users=8, turns=3, hot=2, rates_s=(1.5,)
+            prompts=2,
+            rounds=3,
+            gap_turns=5,
+            hook_turns=3,
+            users=8,
+            turns=3,
+            hot=2,
+            loads=(0.5,),
+            runs=1,
+            refused=20,
         )
 
 

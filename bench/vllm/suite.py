@@ -22,6 +22,7 @@ SUITE: Suite[Setting] = Suite(
             "decode-gaps": ("decode_gaps", "decode_gaps"),
             "hooks": ("hooks", "hooks"),
             "fleet": ("fleet.rows", "found"),
+            "fleet-refused": ("fleet.rows", "refused"),
             "fleet-hot": ("fleet.rows", "hot"),
             "fleet-ways": ("fleet.rows", "ways"),
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tiffin.bench.serving.servers import SCHEMA
@@ -57,10 +58,31 @@ def test_the_best_fit_finds_a_line_and_its_error() -> None:
     assert error == pytest.approx(0, abs=1e-6)
 
 
-def test_whole_blocks_count_and_refusals_are_seen() -> None:
+def test_whole_blocks_count() -> None:
     prompt = Prompt(0, 0, [1] * 2000)
     before = [served(prompt, 3 * BLOCK + 100), served(prompt, BLOCK)]
-    after = [served(prompt, 3 * BLOCK), Served(prompt, "", "", 0.0, 0, 0, (), refused=True)]
-    restart, refused = rows._restart_row(before, after), rows._refused_row(200, 9, 1)
+    after = [served(prompt, 3 * BLOCK), served(prompt, 0)]
+    restart = rows._restart_row(before, after)
     assert (restart.value.p50, restart.limit.p50, restart.met) == (3 * BLOCK, 4 * BLOCK, False)
-    assert (refused.value.p50, refused.met) == (0.005, False)
+
+
+def test_a_refusal_is_wrong_if_the_prompt_is_in_time_when_it_is_asked_again() -> None:
+    none = np.array([])
+    right = rows._refused_row(
+        rows._Asked(np.array([0.5, 1.2]), none), rows._Asked(none, np.array([1.4, 1.1]))
+    )
+    assert (right.value.p50, right.limit.p50, right.met) == (0, 4, True)
+    assert "refused: 0 of 2 of which the pool has three quarters, 2 of 2" in right.note
+    assert "1 of 2 that were taken were late" in right.note
+    wrong = rows._refused_row(rows._Asked(none, np.array([0.7])), rows._Asked(none, none))
+    assert (wrong.value.p50, wrong.met) == (1, False)
+
+
+def test_ways_are_compared_run_by_run_with_users_of_the_same_seeds() -> None:
+    one, two = [0.1] * 10, [0.2] * 10
+    row = rows._way_row("no pool", 0.5, 1.5, [two], [one, two])
+    assert (row.ratio, row.met) == (2.0, True)
+    assert "p50 by run 2.00; p99 by run 2.00" in row.note
+    row = rows._way_row("events alone", 0.5, 1.5, [one, one], [one, two])
+    assert row.met is False
+    assert "p50 by run 1.00, 0.50" in row.note

@@ -58,6 +58,7 @@ class Fleet:
     engines: dict[str, Server]
     gateway: Server
     conductor: ConductorClient
+    profile: Profile
     restart: Callable[[], None]
 
     def quiet(self) -> None:
@@ -72,10 +73,16 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(
-    setting: Setting, folder: Path, way: Way, dram: str, more: dict[str, Any]
+    setting: Setting,
+    folder: Path,
+    way: Way,
+    dram: str,
+    more: dict[str, Any],
+    profile: Profile | None = None,
 ) -> Iterator[Fleet]:
-    """Everything is ready; each node has `dram`. `more`: groups of the conductor's settings. Raises
-    Missing, ProcessFailed, ConductorError."""
+    """Everything is ready; each node has `dram`. `more`: groups of the conductor's settings;
+    `profile`: of the engines, measured if it is None. Raises Missing, ProcessFailed,
+    ConductorError."""
     with contextlib.ExitStack() as stack:
         options = LocalPoolOptions(nodes=ENGINES, dram=dram, redis=True)
         pool = stack.enter_context(LocalPool(options))
@@ -97,7 +104,7 @@ def fleet(
 
         stack.callback(stop)
         start()
-        profile = _measured(engines["vllm-0"])
+        profile = profile or _measured(engines["vllm-0"])
         conducting = conductor(pool, profile, folder, START_S, changes={**_CHANGES[way], **more})
         url = stack.enter_context(conducting).url
         client = stack.enter_context(ConductorClient(url))
@@ -114,7 +121,7 @@ def fleet(
 
         gateway = stack.enter_context(servers.gateway(url, "pool", folder))
         gateway.wait("/readyz", START_S)
-        yield Fleet(pool, engines, gateway, client, restart)
+        yield Fleet(pool, engines, gateway, client, profile, restart)
 
 
 def _engine(

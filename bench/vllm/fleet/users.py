@@ -15,7 +15,7 @@ from ...traces.ideal_cache import IdealCache
 from ..engine.model import VOCABULARY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ...serving.servers import Server
 
@@ -118,17 +118,23 @@ def send(
     )
 
 
-def one_by_one(
-    gateway: Server,
-    prompts: Sequence[Prompt],
-    name: str,
-    objective_s: Callable[[Prompt], float | None] = lambda _: None,
-) -> list[Served]:
+def one_by_one(gateway: Server, prompts: Sequence[Prompt], name: str) -> list[Served]:
     """Each prompt when the one before is answered."""
-    return [
-        send(gateway, one, f"{name}-{number}", ttft_s=objective_s(one))
-        for number, one in enumerate(prompts)
-    ]
+    return [send(gateway, one, f"{name}-{number}") for number, one in enumerate(prompts)]
+
+
+def at_most(gateway: Server, prompts: Sequence[Prompt], name: str) -> float:
+    """Requests per second when _TALKING users talk at a time, each as soon as he is answered."""
+    said: dict[int, list[Prompt]] = {}
+    for one in prompts:
+        said.setdefault(one.user, []).append(one)
+    began = time.perf_counter()
+    with ThreadPoolExecutor(_TALKING) as threads:
+        for _ in threads.map(
+            lambda own: one_by_one(gateway, own, f"{name}-{own[0].user}"), said.values()
+        ):
+            pass
+    return len(prompts) / (time.perf_counter() - began)
 
 
 def arriving(
