@@ -195,12 +195,11 @@ def _way_row(
     """`runs`, `best`: seconds of each run, of a way and with key spaces. Only what is in both is
     compared: users of the same seeds."""
     best, all_runs = best[: len(runs)], list(chain(*runs))
-    by_run = [
-        [_compared(one, other, p) for one, other in zip(runs, best, strict=True)] for p in (50, 99)
-    ]
+    percents = (50, 99)
+    by_run = np.percentile(runs, percents, axis=1) / np.percentile(best, percents, axis=1)
     each = "; ".join(
-        f"p{p} by run " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        for p, ratios in zip((50, 99), by_run, strict=True)
+        f"p{percent} by run " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        for percent, ratios in zip(percents, by_run, strict=True)
     )
     return Row(
         f"fleet-{way.replace(' ', '-')}-{load:g}",
@@ -213,10 +212,6 @@ def _way_row(
         _TARGETS.get(way, ()),
         note=f"{_percentiles(all_runs)}; {each}",
     )
-
-
-def _compared(one: list[float], other: list[float], percent: int) -> float:
-    return float(np.percentile(one, percent) / np.percentile(other, percent))
 
 
 @contextlib.contextmanager
