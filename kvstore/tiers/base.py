@@ -134,9 +134,9 @@ class Tier(ABC):
         """
         data = _bytes_of(header)
         self._locate(extent, 0, len(data))
-        _check_header(data, extent)
+        header_read = _checked_header(data, extent)
         self._write(extent.offset, data)
-        self._mark(extent)
+        self._mark(extent, header_read.generation)
         self._count(writes=1, written_bytes=len(data))
 
     def erase(self, extent: Extent) -> None:
@@ -204,8 +204,8 @@ class Tier(ABC):
     def _read(self, start: int, data: ByteArray) -> None:
         """Fill `data` from byte `start` of the medium."""
 
-    def _mark(self, extent: Extent) -> None:  # noqa: B027 - volatile media have nothing to mark
-        """Record persistently, for a restart, that a header begins at this extent."""
+    def _mark(self, extent: Extent, generation: int) -> None:  # noqa: B027 - nothing if volatile
+        """Record persistently, for a restart, that a header of this generation begins here."""
 
     def _unmark(self, extent: Extent) -> None:  # noqa: B027
         """Undo `_mark`, or do nothing."""
@@ -281,7 +281,7 @@ def _bytes_of(buffer: BufferLike) -> ByteArray:
         raise InvalidInput(str(error)) from error
 
 
-def _check_header(data: ByteArray, extent: Extent) -> None:
+def _checked_header(data: ByteArray, extent: Extent) -> Header:
     try:
         header = read_header(data, offset_expected=extent.offset)
     except (CorruptBlock, VersionMismatch) as error:
@@ -291,3 +291,4 @@ def _check_header(data: ByteArray, extent: Extent) -> None:
             f"cannot commit {extent}: {len(data)} bytes of header that say header_bytes "
             f"{header.header_bytes}, extent_bytes {header.extent_bytes}"
         )
+    return header

@@ -33,8 +33,8 @@ from .base import Tier, TierName, TierWarning
 from .directio import PIECE_BYTES, QUEUE_DEPTH, DirectFile
 from .slab import (
     GRANULE_BYTES,
-    MAP_ENTRY,
     SLAB_NAME,
+    MapEntry,
     SlabLayout,
     map_entries,
     map_entry_offset,
@@ -140,7 +140,7 @@ class NvmeTier(Tier):
         if refused:
             with self._medium("an erase"):
                 for offset in refused:
-                    self._set_map_entry(offset, 0)
+                    self._set_map_entry(MapEntry(offset, 0))
             _log.warning("%s: %d damaged extents were erased", self.path, len(refused))
 
     def close(self) -> None:
@@ -162,18 +162,18 @@ class NvmeTier(Tier):
         with self._medium("a read"):
             self._file.read(self.layout.data_offset + start, data)
 
-    def _mark(self, extent: Extent) -> None:
+    def _mark(self, extent: Extent, generation: int) -> None:
         with self._medium("a commit"):
-            self._set_map_entry(extent.offset, extent.length // GRANULE_BYTES)
+            self._set_map_entry(MapEntry(*extent, MapEntry.tag_of(generation)))
 
     def _unmark(self, extent: Extent) -> None:
         with self._medium("an erase"):
-            self._set_map_entry(extent.offset, 0)
+            self._set_map_entry(MapEntry(extent.offset, 0))
 
     def _wipe(self, extents: Sequence[Extent]) -> None:
         with self._medium("a wipe"):
             for extent in extents:
-                self._set_map_entry(extent.offset, 0)
+                self._set_map_entry(MapEntry(extent.offset, 0))
             self._file.each(self._blank_header, extents)
             os.fdatasync(self._map_fd)  # flushes the whole file, and the disk's own cache
 
@@ -183,8 +183,8 @@ class NvmeTier(Tier):
     def _direct_io(self) -> bool:
         return self._file.direct_io
 
-    def _set_map_entry(self, offset: int, granules: int) -> None:
-        os.pwrite(self._map_fd, MAP_ENTRY.pack(granules), map_entry_offset(self.layout, offset))
+    def _set_map_entry(self, entry: MapEntry) -> None:
+        os.pwrite(self._map_fd, entry.pack(), map_entry_offset(self.layout, entry.offset))
 
     @contextlib.contextmanager
     def _medium(self, what: str) -> Iterator[None]:
@@ -208,19 +208,17 @@ class NvmeTier(Tier):
             refused += some_refused
         return found, refused
 
-    def _probe(
-        self, entries: Sequence[tuple[int, int]]
-    ) -> tuple[list[tuple[Extent, Header]], list[int]]:
+    def _probe(self, entries: Sequence[MapEntry]) -> tuple[list[tuple[Extent, Header]], list[int]]:
         found: list[tuple[Extent, Header]] = []
         refused: list[int] = []
-        for offset, length in entries:
+        for entry in entries:
             try:
-                header = probe_extent(self._read_at, offset, length, self._intact_bytes)
+                header = probe_extent(self._read_at, entry, self._intact_bytes)
             except (CorruptBlock, VersionMismatch) as error:
-                _log.warning("%s: extent at %d refused: %s", self.path, offset, error)
-                refused.append(offset)
+                _log.warning("%s: extent at %d refused: %s", self.path, entry.offset, error)
+                refused.append(entry.offset)
             else:
-                found.append((Extent(offset, length), header))
+                found.append((Extent(entry.offset, entry.length), header))
         return found, refused
 
     def _read_at(self, offset: int, nbytes: int) -> bytes:

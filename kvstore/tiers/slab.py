@@ -7,9 +7,10 @@ The map has one u32 per 4 KiB granule of the data area: the number of granules o
 begins there, or 0. It exists because headers are the index: without it, a restarted node would have
 to read every granule to find them, 25 million for 100 GiB; with it, only the few thousand pages
 that matter. The map is only a hint. It is written without a journal or a flush; an entry only
-points to a header, and the header is verified (its checksum, and the offset it names). A missing
-entry means a lost block. A stale entry points to a page that is no header, or to a header whose
-payload was overwritten since, which its segment checksums detect.
+points to a header, and the header is verified (its checksum, the offset it names, and a part of its
+generation that the entry has). A missing entry means a lost block. A stale entry points to a page
+that is no header, or to a header whose payload was overwritten since, which its segment checksums
+detect.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -36,7 +37,9 @@ SLAB_NAME = "slab.tiffin"
 MAGIC = b"TIFFINS1"
 FORMAT_VERSION = 1
 GRANULE_BYTES = PAGE_BYTES
-MAP_ENTRY = struct.Struct("<I")
+_MAP_ENTRY = struct.Struct("<I")
+# Of an entry: 64 GiB of granules, four times the largest block; above them the tag.
+_GRANULES = (1 << 24) - 1
 
 # magic, checksum | version, granule | capacity, map offset, map bytes, data offset | uuid
 _SUPERBLOCK = struct.Struct("<8sQIIQQQQ16s")
@@ -67,7 +70,7 @@ class SlabLayout:
         """The layout of a new slab: superblock, map, data."""
         assert capacity_bytes > 0
         assert capacity_bytes % GRANULE_BYTES == 0
-        map_bytes = _round_up(capacity_bytes // GRANULE_BYTES * MAP_ENTRY.size, PAGE_BYTES)
+        map_bytes = _round_up(capacity_bytes // GRANULE_BYTES * _MAP_ENTRY.size, PAGE_BYTES)
         return cls(capacity_bytes, PAGE_BYTES, map_bytes, PAGE_BYTES + map_bytes, uuid)
 
     def pack(self) -> bytes:
@@ -105,8 +108,24 @@ class SlabLayout:
         return layout
 
 
-def map_entries(fd: int, layout: SlabLayout) -> Iterator[tuple[int, int]]:
-    """(offset in the data area, extent length) of every nonzero map entry, ascending, unchecked.
+class MapEntry(NamedTuple):
+    """Where an extent begins in the data area, its bytes, and a tag of its block's generation, 1 to
+    255. A tag of 0, as older slabs have, fits every generation."""
+
+    offset: int
+    length: int
+    tag: int = 0
+
+    @staticmethod
+    def tag_of(generation: int) -> int:
+        return generation % 255 + 1
+
+    def pack(self) -> bytes:
+        return _MAP_ENTRY.pack(self.tag << 24 | self.length // GRANULE_BYTES)
+
+
+def map_entries(fd: int, layout: SlabLayout) -> Iterator[MapEntry]:
+    """Every nonzero map entry, ascending, unchecked.
 
     Reads the parts of the map that were ever written, 16 MiB at a time; the whole map is 1/1024 of
     the slab. Raises OSError.
@@ -114,32 +133,35 @@ def map_entries(fd: int, layout: SlabLayout) -> Iterator[tuple[int, int]]:
     start, map_end = layout.map_offset, layout.map_offset + layout.map_bytes
     while (start := _next_data(fd, start, map_end)) < map_end:
         raw = _pread(fd, start, min(_MAP_READ_BYTES, map_end - start))
-        entries = np.frombuffer(raw, "<u4", len(raw) // MAP_ENTRY.size)
-        first = (start - layout.map_offset) // MAP_ENTRY.size
+        entries = np.frombuffer(raw, "<u4", len(raw) // _MAP_ENTRY.size)
+        first = (start - layout.map_offset) // _MAP_ENTRY.size
         for index in np.flatnonzero(entries).tolist():
-            yield (first + index) * GRANULE_BYTES, int(entries[index]) * GRANULE_BYTES
+            entry = int(entries[index])
+            length = (entry & _GRANULES) * GRANULE_BYTES
+            yield MapEntry((first + index) * GRANULE_BYTES, length, entry >> 24)
         start += _MAP_READ_BYTES
 
 
 def map_entry_offset(layout: SlabLayout, offset: int) -> int:
     """The file offset of the map entry for the extent at `offset` of the data area."""
-    return layout.map_offset + offset // GRANULE_BYTES * MAP_ENTRY.size
+    return layout.map_offset + offset // GRANULE_BYTES * _MAP_ENTRY.size
 
 
-def probe_extent(
-    read: Callable[[int, int], bytes], offset: int, length: int, intact_bytes: int
-) -> Header:
-    """The verified header of the extent [offset, offset + length) according to the map.
+def probe_extent(read: Callable[[int, int], bytes], entry: MapEntry, intact_bytes: int) -> Header:
+    """The verified header of the extent that a map entry names.
 
     `read(offset, nbytes)` reads the data area; its first `intact_bytes` existed when the slab was
     opened. Raises CorruptBlock or VersionMismatch when there is no such extent, and the errors of
     `read`.
     """
+    offset, length, tag = entry
     if offset + length > intact_bytes:
         raise CorruptBlock(f"extent ends at {offset + length}, the data at {intact_bytes}")
     header = _header_at(read, offset, length)
     if header.extent_bytes != length:
         raise CorruptBlock(f"map says {length} bytes, the header {header.extent_bytes}")
+    if tag not in (0, MapEntry.tag_of(header.generation)):
+        raise CorruptBlock(f"the header is of generation {header.generation}, the map of another")
     return header
 
 
@@ -248,14 +270,15 @@ class _Inspection:
     def report(self, verify_payload: bool) -> SlabReport:
         found: list[tuple[Extent, Header]] = []
         damaged: list[SlabBlock] = []
-        for offset, length, probe in self._candidates():
+        probe = self._probe_any if self._scan_all else self._probe_mapped
+        for entry in self._candidates():
             try:
-                header = probe(offset, length)
+                header = probe(entry)
             except (CorruptBlock, VersionMismatch) as error:
                 if not self._scan_all:
-                    damaged.append(SlabBlock("", offset, length, 0, 0, 0, "", str(error)))
+                    damaged.append(SlabBlock("", *entry[:2], 0, 0, 0, "", str(error)))
                 continue
-            found.append((Extent(offset, header.extent_bytes), header))
+            found.append((Extent(entry.offset, header.extent_bytes), header))
         kept, lost = resolve_overlaps(found, self._layout.capacity_bytes)
         damaged += [_describe(pair, "overlapped by a newer extent") for pair in lost]
         for extent, header in kept:
@@ -281,23 +304,22 @@ class _Inspection:
             granules = pages - 1 - -(-(pages - 1) // 1025)
             return SlabLayout.plan(granules * GRANULE_BYTES, bytes(16))
 
-    def _candidates(self) -> Iterator[tuple[int, int, Callable[[int, int], Header]]]:
+    def _candidates(self) -> Iterator[MapEntry]:
         if not self._scan_all:
-            for offset, length in map_entries(self._fd, self._layout):
-                yield offset, length, self._probe_mapped
+            yield from map_entries(self._fd, self._layout)
             return
         for start in range(0, self._intact_bytes, _MAP_READ_BYTES):
             data = self._read(start, min(_MAP_READ_BYTES, self._intact_bytes - start))
             for at in range(0, len(data), GRANULE_BYTES):
                 if data.startswith(BLOCK_MAGIC, at):
-                    yield start + at, self._intact_bytes - start - at, self._probe_any
+                    yield MapEntry(start + at, self._intact_bytes - start - at)
 
-    def _probe_mapped(self, offset: int, length: int) -> Header:
-        return probe_extent(self._read, offset, length, self._intact_bytes)
+    def _probe_mapped(self, entry: MapEntry) -> Header:
+        return probe_extent(self._read, entry, self._intact_bytes)
 
-    def _probe_any(self, offset: int, length: int) -> Header:
-        header = _header_at(self._read, offset, length)
-        if header.extent_bytes > length or header.extent_bytes % GRANULE_BYTES:
+    def _probe_any(self, entry: MapEntry) -> Header:
+        header = _header_at(self._read, entry.offset, entry.length)
+        if header.extent_bytes > entry.length or header.extent_bytes % GRANULE_BYTES:
             raise CorruptBlock(f"extent of {header.extent_bytes} bytes does not fit")
         return header
 

@@ -24,7 +24,13 @@ from tiffin.kvstore.memory.arena import Extent
 from tiffin.kvstore.testing import TIER_BYTES, block_header, checked, random_bytes, store_block
 from tiffin.kvstore.tiers.base import TierWarning
 from tiffin.kvstore.tiers.nvme import NvmeTier
-from tiffin.kvstore.tiers.slab import SLAB_NAME, SlabLayout, inspect_slab, map_entry_offset
+from tiffin.kvstore.tiers.slab import (
+    SLAB_NAME,
+    MapEntry,
+    SlabLayout,
+    inspect_slab,
+    map_entry_offset,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,6 +190,24 @@ def test_a_wrong_map_entry_is_a_miss(tmp_path: Path, granules: int) -> None:
     _patch(tmp_path, map_entry_offset(layout, extents[0].offset), set_entry, 4)
     _patch(tmp_path, map_entry_offset(layout, TIER_BYTES - PAGE_BYTES), set_entry, 4)
     assert _survivors(tmp_path) == ([1, 2], 2)
+
+
+@pytest.mark.parametrize(
+    ("generation", "found"), [(1, [0, 1]), (9, [1]), (None, [0, 1])], ids=["own", "newer", "older"]
+)
+def test_a_map_entry_leads_to_no_header_of_another_generation(
+    tmp_path: Path, generation: int | None, found: list[int]
+) -> None:
+    """A power cut may leave a newer block's entry, but not its header, over a block that was
+    removed meanwhile. Slabs of older releases have no tags."""
+    layout, (extent, _) = _filled(tmp_path, 2)
+    tag = 0 if generation is None else MapEntry.tag_of(generation)
+
+    def set_entry(data: bytearray) -> None:
+        data[:] = MapEntry(*extent, tag).pack()
+
+    _patch(tmp_path, map_entry_offset(layout, extent.offset), set_entry, 4)
+    assert _survivors(tmp_path) == (found, 2 - len(found))
 
 
 def test_a_lost_map_is_a_lost_cache_and_scan_all_finds_it(tmp_path: Path) -> None:
