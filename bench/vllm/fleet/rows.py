@@ -178,7 +178,7 @@ def ways(setting: Setting) -> list[Row]:
             with _started(setting, way, profile=profile) as it:
                 for number, load in enumerate(sizes.loads):
                     seed = 2 + run * len(sizes.loads) + number  # users of their own
-                    prompts = conversations(sizes.users // 2, sizes.turns, seed)
+                    prompts = conversations(sizes.users // 3, sizes.turns, seed)
                     setting.tell(f"run {run + 1}, {way}: {len(prompts)} prompts, load {load:g}")
                     served = arriving(it.gateway, prompts, f"l-{seed}", load * most_s, seed)
                     waited[way, load].append([one.ttft_s for one in served])
