@@ -90,7 +90,7 @@ class SimulatedNvme(Tier):
             piece = data[at : at + PIECE_BYTES]
             piece[:] = self._disk.bytes[start + at : start + at + len(piece)]
 
-    def _mark(self, extent: Extent) -> None:
+    def _mark(self, extent: Extent, generation: int) -> None:
         # As in a slab's map: one entry per offset; overlaps are not checked.
         self._disk.marks[extent.offset] = extent.length
 
