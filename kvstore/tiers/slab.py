@@ -4,13 +4,13 @@ A slab is one preallocated file: a superblock, a map, and extents. `docs/slab-fo
 diagram.
 
 The map has one u32 per 4 KiB granule of the data area: the number of granules of the extent that
-begins there, or 0. It exists because headers are the index: without it, a restarted node would have
-to read every granule to find them, 25 million for 100 GiB; with it, only the few thousand pages
-that matter. The map is only a hint. It is written without a journal or a flush; an entry only
-points to a header, and the header is verified (its checksum, the offset it names, and a part of its
-generation that the entry has). A missing entry means a lost block. A stale entry points to a page
-that is no header, or to a header whose payload was overwritten since, which its segment checksums
-detect.
+begins there and a tag of its generation (`MapEntry`), or 0. It exists because headers are the
+index: without it, a restarted node would have to read every granule to find them, 25 million for
+100 GiB; with it, only the few thousand pages that matter. The map is only a hint. It is written
+without a journal or a flush; an entry only points to a header, and the header is verified (its
+checksum, the offset it names, and the tag). A missing entry means a lost block. A stale entry
+points to a page that is no header, or to a header whose payload was overwritten since, which its
+segment checksums detect.
 """
 
 from __future__ import annotations
