@@ -172,17 +172,23 @@ def _conducting(stage: Stage, *, options: str = "", scheme: str = "http") -> Ite
     with stage.running(listen, "the conductor answers at"):
         url = f"{scheme}://127.0.0.1:{stage.port('7800')}"
         with ConductorClient(url, tls_ca=ca) as client:
-            client.register(InstanceSpec("i1", MODEL, Role.MIXED, PROFILE), Load())
+            _register(client)
             for name, tenant in (("chatcmpl-7f3a", ""), ("chat-1", "acme")):
                 placed = client.schedule(Request(name, MODEL, 4096, tenant=tenant))
                 assert not isinstance(placed, Rejection)
         yield
 
 
+def _register(client: ConductorClient) -> None:
+    """An instance that is there still once a busy machine has started the command."""
+    client.patch({"core": {"heartbeat_timeout_s": 600.0}})
+    client.register(InstanceSpec("i1", MODEL, Role.MIXED, PROFILE), Load())
+
+
 def _asks_conductor(stage: Stage, command: str) -> None:
     """`tiffin conductor status`, `why` and `policy`, of one that is at its own port."""
     with ConductorClient(f"http://127.0.0.1:{stage.port('7800')}") as client:
-        client.register(InstanceSpec("i1", MODEL, Role.MIXED, PROFILE), Load())
+        _register(client)
     asked = f"{command} --url http://127.0.0.1:7800"
     if "--watch" in command:
         with stage.running(asked, "1 instances", terminal=True):
