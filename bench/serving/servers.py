@@ -112,12 +112,13 @@ def vllm(
     *,
     port: int = 0,
     own_pages: int = 0,
+    core: int | None = None,
     more: Sequence[str] = (),
     **settings: Any,
 ) -> Server:
     """`vllm serve` on the pool at this URL, if any. Without `own_pages` for a prefix cache of its
-    own, what it does not compute came from the pool. `more`: options; `settings`: of the
-    connector."""
+    own, what it does not compute came from the pool. `core`: it runs on this one alone. `more`:
+    options; `settings`: of the connector."""
     port = port or free_port(HOST)
     pages = own_pages or PAGES
     transfer = {
@@ -133,8 +134,11 @@ def vllm(
             **settings,
         },
     }
+    alone = () if core is None else ("taskset", "-c", str(core))
+    threads = () if core is None else ("OMP_NUM_THREADS=1",)
     command = [
-        *("env", *_ENVIRONMENT, str(python), "-m", "vllm.entrypoints.cli.main", "serve", model),
+        *(*alone, "env", *_ENVIRONMENT, *threads),
+        *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", model),
         *("--served-model-name", MODEL, "--host", HOST, "--port", str(port)),
         *("--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager"),
         # A worker process of its own spins for a second after each step: on a few cores, in the
