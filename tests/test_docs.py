@@ -271,8 +271,8 @@ def test_every_state_is_in_the_diagram() -> None:
 
 def test_the_protocol_example_is_what_the_code_sends() -> None:
     examples = {
-        "hello": messages.Hello(0, 2, "vllm-0", 4242),
-        "welcome": messages.Welcome(0, 2, "node-7", 1 << 30),
+        "hello": messages.Hello(0, 4, "vllm-0", 4242),
+        "welcome": messages.Welcome(0, 4, "node-7", 1 << 30),
         "lease": messages.Lease(1, KEY * 2, 5.0),
         "leased": messages.Leased(1, int(Reason.MISS), 9, [8192], [7]),
         "release": messages.Release(2, 9),

@@ -1,8 +1,10 @@
-"""The asyncio client: the same verbs, awaited.
+"""The asyncio client: the verbs of `Client`, awaited.
 
-A client's concurrent requests are in flight on one connection (`async_node_link.py`). Copies and
-checksums of payload bytes run in worker threads, so a client never blocks the event loop for longer
-than a small frame takes. `get` and `reserve` can be awaited, or entered directly:
+Bulk bytes are moved by blocking system calls and by memcpy, which cost a fraction of what an event
+loop costs per gigabyte (docs/decisions/tcp.md), so a thread carries out each verb. A cancelled call
+returns only when its thread no longer uses the caller's memory, at the latest at its deadline; the
+leases and slots that the thread got by then are given back. `get` and `reserve` can be awaited, or
+entered directly:
 
     async with client.get(prefix) as blocks: ...
 """
@@ -10,70 +12,37 @@ than a small frame takes. `get` and `reserve` can be awaited, or entered directl
 from __future__ import annotations
 
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from tiffin.messenger.signal_safe import later
+from tiffin.messenger.tcp.pending_connect import Caller
 
 from .. import deadlines
-from ..blocks.block_views import select
-from ..blocks.payload_buffers import target_views
-from ..connection.async_node_link import AsyncLink, AsyncLocalLink, AsyncSocketLink
-from ..connection.loop_threads import in_thread
-from ..errors import open_errors
-from ..node.core.records import PinLevel
-from ..node.node import Node
+from ..connection.loop_threads import ConcurrencyLimit, NotBegun, ThreadCall, in_thread
+from ..errors import ClientBusy, ClientClosed, open_errors
 from ..streaming.layer_stream import AsyncLayerStream
-from ..streaming.local_source import LocalSource
-from ..streaming.publish import publish
-from ..url import Daemon, Embedded, Pool, parse_url
-from ..verbs import block_verbs
-from ..verbs.arguments import Verify, opening, verb
-from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Call, Hit, Post, PutResult, Verb
-from ..verbs.prefetching import PrefetchState
-from .client import ClientBase, LeasedBlocks, Slots
+from ..verbs.arguments import opening, verb
+from ..verbs.block_verbs import DEFAULT_TIMEOUT_S
+from .client import Client, ClientBase, LeasedBlocks, Slots
 from .prefetch_handles import AsyncPrefetch
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Generator
     from types import TracebackType
 
     from ..format.keys import Prefix
     from ..format.schema import AnyShard, HeadRange, LayerRange
+    from ..node.node import Node
+    from ..verbs.arguments import Verify
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
-
-async def drive(verb: Verb[T], link: AsyncLink) -> T:
-    """Run a verb's generator over `link`, awaiting each step; return its result."""
-    outcome: Any = None
-    failure: BaseException | None = None
-    try:
-        while True:
-            try:
-                step = verb.send(outcome) if failure is None else verb.throw(failure)
-            except StopIteration as stop:
-                return stop.value  # type: ignore[no-any-return]
-            outcome = failure = None
-            try:
-                if isinstance(step, Call):
-                    outcome = await link.call(step.request, step.timeout_s)
-                elif isinstance(step, Post):
-                    link.post(step.request)
-                else:
-                    began = time.monotonic()
-                    outcome = await in_thread(partial(link.gate.run, step.action))
-                    deadlines.worked(time.monotonic() - began)
-            except BaseException as error:  # noqa: BLE001 - the verb cleans up, then raises it again
-                failure = error
-    finally:
-        # The exception's traceback refers to this frame: the cycle would keep a lease alive.
-        del failure, outcome
-
-
-async def _in_time(call: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-    """Run `call()` under a deadline of `timeout_s`, both from the moment this is awaited."""
-    return await deadlines.Within(timeout_s).run_soon(call)
+# Calls of one client that run in parallel; further calls wait for their turn until their deadline.
+# Each is a thread that sleeps in system calls.
+CALLS = 16
+# How long `close` waits for the threads of the calls that it has cut.
+CLOSE_S = 5.0
 
 
 class OpeningClient(Generic[T]):
@@ -99,40 +68,199 @@ class OpeningClient(Generic[T]):
         await self._entered.__aexit__(kind, error, traceback)
 
 
-class AsyncBlocks(LeasedBlocks):
-    """`LeasedBlocks` for `async with`."""
+def awaited(
+    method: Callable[Concatenate[Any, P], T],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """The verb of a client's class as a coroutine: a thread carries it out."""
+
+    @wraps(method)
+    async def called(client: AsyncClient, /, *args: P.args, **options: P.kwargs) -> T:
+        return await client._call(getattr(client._client, method.__name__), *args, **options)
+
+    return verb(called)
+
+
+class AsyncClient(ClientBase):
+    """Asyncio client; `async with AsyncClient.open(url) as client`. Verbs as in `Client`."""
+
+    match = awaited(Client.match)
+    exists = awaited(Client.exists)
+    put = awaited(Client.put)
+    pin = awaited(Client.pin)
+    unpin = awaited(Client.unpin)
+    remove = awaited(Client.remove)
+    statistics = awaited(Client.statistics)
+
+    def __init__(self, client: Client) -> None:
+        """The awaited verbs of this client, which is closed with it."""
+        self._client: Any = client
+        self._access = client._access
+        self._turns = ConcurrencyLimit(CALLS)
+        self._closed = False
+
+    @classmethod
+    @opening
+    def open(
+        cls, url: str, *, verify: Verify = "always", name: str = "", populate: bool = False
+    ) -> OpeningClient[AsyncClient]:
+        """Open the node that `url` names; await it, or enter it. As `Client.open`."""
+        how = {"verify": verify, "name": name, "populate": populate}
+        return OpeningClient(cls._open(partial(Client.open, url, **how)))  # type: ignore[arg-type]
+
+    @classmethod
+    @opening
+    async def attach(cls, node: Node, *, verify: Verify = "always", name: str = "") -> AsyncClient:
+        """Connect to a `Node` of this process; closing the client leaves the node open."""
+        return await cls._open(partial(Client.attach, node, verify=verify, name=name))
+
+    @classmethod
+    async def _open(cls, open_client: Callable[[], Client]) -> AsyncClient:
+        from ..pool.async_client import AsyncPoolClient, PoolClient  # imports this module
+
+        with open_errors():
+            work, cut = _given_up_together(open_client)
+            client = await work.outlast(undo=give_back, cancel=cut)
+        return (AsyncPoolClient if isinstance(client, PoolClient) else cls)(client)
+
+    async def _call(self, verb: Callable[..., T], *args: Any, **options: Any) -> T:
+        timeout_s = options.get("timeout_s", DEFAULT_TIMEOUT_S)
+        began = time.monotonic()
+
+        def action() -> T:
+            if "timeout_s" in options:  # less the time that the call waited for its turn
+                options["timeout_s"] = max(0.0, timeout_s - (time.monotonic() - began))
+            return verb(*args, **options)
+
+        return await self._run(action, timeout_s)
+
+    async def _run(self, action: Callable[[], T], wait_s: float = DEFAULT_TIMEOUT_S) -> T:
+        if self._closed:
+            raise ClientClosed("this client is closed; open another")
+        work, cut = _given_up_together(action)
+        wait_s = deadlines.left_s(wait_s + deadlines.GRACE_S)  # a thread takes some time to wake
+        try:
+            return await work.outlast(
+                self._turns.put, undo=give_back, cancel=cut, begin_within_s=wait_s
+            )
+        except NotBegun:
+            raise ClientBusy(
+                f"{CALLS} other calls of this client took all the time; open another client"
+            ) from None
+
+    @verb
+    def get(
+        self,
+        prefix: Prefix,
+        *,
+        into: Any = None,
+        layers: LayerRange | None = None,
+        heads: HeadRange | None = None,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> OpeningClient[LeasedBlocks]:
+        """See `Client.get`; await it, or enter it with `async with`."""
+        how = {"into": into, "layers": layers, "heads": heads, "verify": verify}
+        return OpeningClient(self._call(self._client.get, prefix, **how, timeout_s=timeout_s))
+
+    @verb
+    def reserve(
+        self,
+        prefix: Prefix,
+        *,
+        shard: AnyShard | None = None,
+        by_layer: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> OpeningClient[AsyncSlots]:
+        """See `Client.reserve`; await it, or enter it with `async with`."""
+        return self._reserve(prefix, shard=shard, by_layer=by_layer, timeout_s=timeout_s)
+
+    def _reserve(self, prefix: Prefix, **how: Any) -> OpeningClient[AsyncSlots]:
+        async def run() -> AsyncSlots:
+            return AsyncSlots(await self._call(self._client.reserve, prefix, **how), self._run)
+
+        return OpeningClient(run())
+
+    @verb
+    def stream(
+        self,
+        prefix: Prefix,
+        *,
+        heads: HeadRange | None = None,
+        verify: Verify | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        ahead: int = 1,
+    ) -> AsyncLayerStream:
+        """See `Client.stream`; for `async for` and `async with`."""
+        stream = self._client.stream(
+            prefix, heads=heads, verify=verify, timeout_s=timeout_s, ahead=ahead
+        )
+
+        def run(step: Callable[[], Any]) -> Coroutine[Any, Any, Any]:
+            return self._run(partial(stream._run, step))
+
+        return AsyncLayerStream(stream._source, run, timeout_s)
+
+    @verb
+    async def prefetch(
+        self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> AsyncPrefetch:
+        """See `Client.prefetch`."""
+        call = self._call(self._client.prefetch, prefix, timeout_s=timeout_s)
+        return AsyncPrefetch(await call)
+
+    async def close(self) -> None:
+        """See `Client.close`. Cuts the calls in flight and waits for their threads."""
+        self._access, self._closed = None, True
+        if not self._inherited:
+            await in_thread(self._close)
+
+    def _close(self) -> None:
+        self._client.close()
+        self._turns.outlast(CLOSE_S)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if not self._released:
-            self.release()
+        await self.close()
 
 
 class AsyncSlots(Slots):
-    """`Slots` for `async with`; `commit` is a coroutine."""
+    """`Slots` for `async with`; `publish` and `commit` are coroutines."""
 
-    _link: AsyncLink  # type: ignore[assignment]
+    def __init__(
+        self, slots: Slots, run: Callable[[Callable[[], None]], Coroutine[Any, Any, None]]
+    ) -> None:
+        self.__dict__.update(slots.__dict__)
+        self._inner = slots
+        self._run = run
 
     @verb
     async def publish(  # type: ignore[override]
         self, layer: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         """See `Slots.publish`."""
-        await drive(publish(self._slots, self._lease, layer, timeout_s), self._link)
-        self._unpublished.discard(layer)
+        inner = self._inner
+        await self._run(partial(inner.publish, layer, timeout_s=timeout_s))
+        self.node, self.resident, self.busy = inner.node, inner.resident, inner.busy
 
     async def commit(self) -> None:  # type: ignore[override]
         """See `Slots.commit`. Raises StaleLease if the reservation expired."""
-        self._begin_commit()
+        self._check_published()
+        self._end()
         try:
-            self._settle(
-                await drive(block_verbs.commit(self.prefix, self._slots, self._lease), self._link)
-            )
-        finally:
-            for slot in self._slots:
-                slot.let_go()
+            await self._run(self._inner.commit)
+        except BaseException:
+            if not self._inner._ended:  # it has not begun
+                self._inner.abort()
+            raise
+        self.stored, self.pending = self._inner.stored, self._inner.pending
+
+    def abort(self) -> None:
+        """See `Slots.abort`."""
+        if not self._inherited:
+            self._end()
+            self._inner.abort()
 
     async def __aenter__(self) -> Self:
         return self
@@ -148,190 +276,23 @@ class AsyncSlots(Slots):
                 self.abort()
 
 
-async def open_link(target: Embedded | Daemon, name: str) -> AsyncLink:
-    """See `client.open_link`."""
-    if isinstance(target, Daemon):
-        link = AsyncSocketLink(target.path, name)
-        await link.connect()
-        return link
-    start = partial(Node, target.options, name=name or "embedded")
-    node = await in_thread(start, undo=Node.close)
-    try:
-        return AsyncLocalLink(node, name, owns_node=True)
-    except BaseException:
-        later(node.close)
-        raise
+def _given_up_together(action: Callable[[], T]) -> tuple[ThreadCall[T], Callable[[], None]]:
+    """The action as a `ThreadCall`, and a function that gives it up: what it waits for ends, and
+    the action then opens no connection and waits for none."""
+    caller = Caller()
+
+    def carry_out() -> T:
+        with caller.in_this_thread():
+            return action()
+
+    return ThreadCall(carry_out), caller.cut
 
 
-class AsyncClient(ClientBase):
-    """Asyncio client; `async with AsyncClient.open(url) as client`. Verbs as in `Client`."""
-
-    def __init__(self, link: AsyncLink, verify: Verify) -> None:
-        super().__init__(verify)
-        self._link = link
-
-    @classmethod
-    @opening
-    def open(
-        cls, url: str, *, verify: Verify = "always", name: str = "", populate: bool = False
-    ) -> OpeningClient[AsyncClient]:
-        """Open the node that `url` names; await it, or enter it. As `Client.open`."""
-        return OpeningClient(cls._open(url, verify, name, populate))
-
-    @classmethod
-    async def _open(cls, url: str, verify: Verify, name: str, populate: bool) -> AsyncClient:
-        with open_errors():
-            target = parse_url(url)
-            if isinstance(target, Pool):
-                from ..pool.async_client import AsyncPoolClient  # imports this module
-
-                return await AsyncPoolClient.open_pool(target, verify, name)
-            link = await open_link(target, name)
-            if populate:
-                await in_thread(link.mapping.populate)
-            return cls(link, verify)
-
-    @classmethod
-    @opening
-    async def attach(cls, node: Node, *, verify: Verify = "always", name: str = "") -> AsyncClient:
-        """Connect to a `Node` of this process; closing the client leaves the node open."""
-        return cls(AsyncLocalLink(node, name, owns_node=False), verify)
-
-    @verb
-    async def match(
-        self,
-        prefix: Prefix,
-        *,
-        writing: bool = False,
-        at_least: int = 0,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> Hit:
-        """See `Client.match`."""
-        found = block_verbs.match(prefix, timeout_s, writing=writing, at_least=at_least)
-        return await drive(found, self._link)
-
-    @verb
-    async def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
-        """See `Client.exists`."""
-        return await drive(block_verbs.exists(prefix, timeout_s), self._link)
-
-    @verb
-    def get(
-        self,
-        prefix: Prefix,
-        *,
-        into: Any = None,
-        layers: LayerRange | None = None,
-        heads: HeadRange | None = None,
-        verify: Verify | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> OpeningClient[AsyncBlocks]:
-        """See `Client.get`; await it, or enter it with `async with`."""
-
-        async def run() -> AsyncBlocks:
-            access = self._reading(verify)
-            selection = select(prefix.schema, layers, heads)
-            if into is None:
-                found = block_verbs.get(prefix, access, selection, timeout_s)
-                blocks, lease = await drive(found, self._link)
-                return AsyncBlocks(blocks, lease, self._link)  # type: ignore[arg-type]
-            targets = target_views(into, len(prefix), selection.nbytes)
-            copied = block_verbs.get_into(prefix, access, selection, targets, timeout_s)
-            return AsyncBlocks(await drive(copied, self._link), 0, None)
-
-        return OpeningClient(_in_time(run, timeout_s))
-
-    @verb
-    async def put(
-        self,
-        prefix: Prefix,
-        payloads: Sequence[Any],
-        *,
-        shard: AnyShard | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> PutResult:
-        """See `Client.put`."""
-        verb = block_verbs.put(prefix, payloads, self._link.mapping.memory.nbytes, timeout_s, shard)
-        return await drive(verb, self._link)
-
-    @verb
-    def reserve(
-        self,
-        prefix: Prefix,
-        *,
-        shard: AnyShard | None = None,
-        by_layer: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> OpeningClient[AsyncSlots]:
-        """See `Client.reserve`; await it, or enter it with `async with`."""
-
-        async def run() -> AsyncSlots:
-            verb = block_verbs.reserve(prefix, timeout_s, shard)
-            reserved = await drive(verb, self._link)
-            slots = AsyncSlots(prefix, reserved, self._link)  # type: ignore[arg-type]
-            return slots._require_layers() if by_layer else slots
-
-        return OpeningClient(_in_time(run, timeout_s))
-
-    @verb
-    def stream(
-        self,
-        prefix: Prefix,
-        *,
-        heads: HeadRange | None = None,
-        verify: Verify | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        ahead: int = 1,
-    ) -> AsyncLayerStream:
-        """See `Client.stream`; for `async for` and `async with`."""
-        source = LocalSource(prefix, self._reading(verify), timeout_s, heads)
-        return AsyncLayerStream(source, lambda verb: drive(verb, self._link), timeout_s)
-
-    @verb
-    async def prefetch(
-        self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> AsyncPrefetch:
-        """See `Client.prefetch`."""
-        state = PrefetchState(prefix, time.monotonic() + timeout_s)
-        await drive(state.look(), self._link)
-        return AsyncPrefetch(state, self._check_open, lambda verb: drive(verb, self._link))
-
-    @verb
-    async def pin(
-        self,
-        prefix: Prefix,
-        *,
-        ttl_s: float | None = None,
-        hard: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> int:
-        """See `Client.pin`."""
-        level = PinLevel.HARD if hard else PinLevel.SOFT
-        return await drive(block_verbs.pin(prefix, level, ttl_s, timeout_s), self._link)
-
-    @verb
-    async def unpin(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """See `Client.unpin`."""
-        return await drive(block_verbs.pin(prefix, PinLevel.NONE, None, timeout_s), self._link)
-
-    @verb
-    async def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """See `Client.remove`."""
-        return await drive(block_verbs.remove(prefix, timeout_s), self._link)
-
-    @verb
-    async def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
-        """See `Client.statistics`."""
-        return await drive(block_verbs.statistics(timeout_s), self._link)
-
-    async def close(self) -> None:
-        """See `Client.close`. Waits, in a worker thread, for copies in flight."""
-        self._access = None
-        if not self._inherited:
-            await self._link.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+def give_back(outcome: object) -> None:
+    """Give back the outcome of a call that was given up: leases, slots, or a client."""
+    if isinstance(outcome, LeasedBlocks):
+        outcome.release()
+    elif isinstance(outcome, Slots):
+        outcome.abort()
+    elif isinstance(outcome, Client):
+        outcome.close()

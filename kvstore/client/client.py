@@ -1,11 +1,12 @@
 """The synchronous client for engines and scripts: reads and writes a pool's blocks by prefix.
 
 Every verb takes a `Prefix` (from `KVSchema.prefix`) and `timeout_s`. A miss is a result, not an
-error; `errors.py` lists the exceptions. A client is thread-safe; its calls take turns.
+error; `errors.py` lists the exceptions. A client is thread-safe.
 """
 
 from __future__ import annotations
 
+import operator
 import random
 import time
 from collections.abc import Sequence
@@ -36,7 +37,6 @@ from ..verbs.block_verbs import (
     PutResult,
     ReservedSlots,
 )
-from ..verbs.drivers import drive
 from ..verbs.prefetching import PrefetchState
 from .prefetch_handles import Prefetch
 
@@ -116,6 +116,12 @@ class LeasedBlocks(OfOneProcess, Blocks):
     def __exit__(self, *_: object) -> None:
         if not self._released:
             self.release()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.__exit__()
 
 
 def _address(memory: Any) -> int:
@@ -201,7 +207,7 @@ class Slots(OfOneProcess, Sequence[Slot]):
         """Publish `layer` of all slots except skipped ones: `stream` may read it before the commit,
         so the writer must not change it any more. Raises StaleLease, SchemaError and, for a layer
         that was published before, InvalidInput."""
-        drive(publish(self._slots, self._lease, layer, timeout_s), self._link)
+        publish(self._link, self._slots, self._lease, layer, timeout_s)
         self._unpublished.discard(layer)
 
     def commit(self) -> None:
@@ -210,9 +216,7 @@ class Slots(OfOneProcess, Sequence[Slot]):
         was not published."""
         self._begin_commit()
         try:
-            self._settle(
-                drive(block_verbs.commit(self.prefix, self._slots, self._lease), self._link)
-            )
+            self._settle(block_verbs.commit(self._link, self.prefix, self._slots, self._lease))
         finally:
             for slot in self._slots:
                 slot.let_go()
@@ -328,13 +332,12 @@ class Client(ClientBase):
         `at_least`: wait up to `timeout_s` until so many blocks are there; the result has what is
         there then.
         """
-        found = block_verbs.match(prefix, timeout_s, writing=writing, at_least=at_least)
-        return drive(found, self._link)
+        return block_verbs.match(self._link, prefix, timeout_s, writing=writing, at_least=at_least)
 
     @verb
     def exists(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Tell for each block whether it is resident, regardless of the blocks before it."""
-        return drive(block_verbs.exists(prefix, timeout_s), self._link)
+        return block_verbs.exists(self._link, prefix, timeout_s)
 
     @verb
     def get(
@@ -356,11 +359,11 @@ class Client(ClientBase):
         access = self._reading(verify)
         selection = select(prefix.schema, layers, heads)
         if into is None:
-            found = block_verbs.get(prefix, access, selection, timeout_s)
-            return LeasedBlocks(*drive(found, self._link), self._link)
+            found = block_verbs.get(self._link, prefix, access, selection, timeout_s)
+            return LeasedBlocks(*found, self._link)
         targets = target_views(into, len(prefix), selection.nbytes)
-        copied = block_verbs.get_into(prefix, access, selection, targets, timeout_s)
-        return LeasedBlocks(drive(copied, self._link), 0, None)
+        copied = block_verbs.get_into(self._link, prefix, access, selection, targets, timeout_s)
+        return LeasedBlocks(copied, 0, None)
 
     @verb
     def put(
@@ -381,8 +384,7 @@ class Client(ClientBase):
 
         Returns the outcome of each block: no room within `timeout_s` is a result, not an error.
         """
-        verb = block_verbs.put(prefix, payloads, self._link.mapping.memory.nbytes, timeout_s, shard)
-        return drive(verb, self._link)
+        return block_verbs.put(self._link, prefix, payloads, timeout_s, shard)
 
     @verb
     def reserve(
@@ -400,8 +402,8 @@ class Client(ClientBase):
         only when every layer was published, so that a writer that stops half way stores nothing.
         Raises NoRoom when the node had room for no block within `timeout_s`.
         """
-        verb = block_verbs.reserve(prefix, timeout_s, shard)
-        slots = Slots(prefix, drive(verb, self._link), self._link)
+        reserved = block_verbs.reserve(self._link, prefix, timeout_s, shard)
+        slots = Slots(prefix, reserved, self._link)
         return slots._require_layers() if by_layer else slots
 
     @verb
@@ -421,8 +423,8 @@ class Client(ClientBase):
         remote node; has no effect on the node's own host, where no bytes travel. The yielded layers
         are provisional until the iteration ends without an error (docs/client.md).
         """
-        source = LocalSource(prefix, self._reading(verify), timeout_s, heads)
-        return LayerStream(source, lambda verb: drive(verb, self._link), timeout_s)
+        source = LocalSource(self._link, prefix, self._reading(verify), timeout_s, heads)
+        return LayerStream(source, operator.call, timeout_s)
 
     @verb
     def prefetch(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Prefetch:
@@ -430,8 +432,8 @@ class Client(ClientBase):
         once: a handle with `poll` and `wait`. It ends after `timeout_s` at the latest. Blocks for
         which DRAM had no room are asked for again by `poll` and `wait` only."""
         state = PrefetchState(prefix, time.monotonic() + timeout_s)
-        drive(state.look(), self._link)
-        return Prefetch(state, self._check_open, lambda verb: drive(verb, self._link))
+        state.look(self._link)
+        return Prefetch(state, self._check_open, self._link)
 
     @verb
     def pin(
@@ -447,12 +449,12 @@ class Client(ClientBase):
         Returns how many were resident.
         """
         level = PinLevel.HARD if hard else PinLevel.SOFT
-        return drive(block_verbs.pin(prefix, level, ttl_s, timeout_s), self._link)
+        return block_verbs.pin(self._link, prefix, level, ttl_s, timeout_s)
 
     @verb
     def unpin(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Remove the pins; returns how many blocks were resident."""
-        return drive(block_verbs.pin(prefix, PinLevel.NONE, None, timeout_s), self._link)
+        return block_verbs.pin(self._link, prefix, PinLevel.NONE, None, timeout_s)
 
     @verb
     def remove(self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
@@ -463,19 +465,19 @@ class Client(ClientBase):
         Raises TierUnavailable if the disk refused to wipe, DeadlineExceeded if it did not confirm
         in time; even then the running node no longer serves the blocks until it restarts.
         """
-        return drive(block_verbs.remove(prefix, timeout_s), self._link)
+        return block_verbs.remove(self._link, prefix, timeout_s)
 
     @verb
     def announce(self, space: KeySpace, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Say what the keys of this client's blocks are made of, so that who places requests finds
         them. It holds until the next call, or while the client is connected: repeat it every few
         seconds. Raises InvalidInput for a space that is too large."""
-        drive(block_verbs.announce(space, timeout_s), self._link)
+        block_verbs.announce(self._link, space, timeout_s)
 
     @verb
     def statistics(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> dict[str, Any]:
         """The node's tiers, counters and sessions."""
-        return drive(block_verbs.statistics(timeout_s), self._link)
+        return block_verbs.statistics(self._link, timeout_s)
 
     @property
     def region(self) -> MappedRegion | None:

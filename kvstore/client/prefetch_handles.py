@@ -3,18 +3,20 @@ things."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ..after_fork import OfOneProcess
+from ..connection.loop_threads import abandonable
 from ..errors import ClientClosed, DeadlineExceeded
 from ..verbs.arguments import verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
+    from ..connection.node_link import NodeLink
     from ..format.keys import Prefix
-    from ..verbs.block_verbs import Verb
     from ..verbs.prefetching import PrefetchState
 
 
@@ -76,24 +78,24 @@ class Prefetch(PrefetchHandle):
     """What `Client.prefetch` returns."""
 
     def __init__(
-        self, state: PrefetchState, check_open: Callable[[], None], run: Callable[[Verb[Any]], Any]
+        self, state: PrefetchState, check_open: Callable[[], None], link: NodeLink
     ) -> None:
         super().__init__(state, check_open)
-        self._run = run
+        self._link = link
 
     @verb
     def poll(self) -> bool:
         """Whether it has ended; waits for nothing but the node's answer. Raises ClientClosed."""
-        return self._carried_out(self._state.look())
+        return self._carried_out(self._state.look)
 
     @verb
     def wait(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
         """Wait up to `timeout_s` for the end; whether it has ended. Raises ClientClosed."""
-        return self._carried_out(self._state.wait(timeout_s))
+        return self._carried_out(self._state.wait, timeout_s)
 
-    def _carried_out(self, step: Verb[bool]) -> bool:
+    def _carried_out(self, step: Callable[..., bool], *timeout_s: float) -> bool:
         try:
-            return bool(self._run(step))
+            return step(self._link, *timeout_s)
         except ClientClosed:
             raise
         except (DeadlineExceeded, ConnectionError) as error:
@@ -103,29 +105,16 @@ class Prefetch(PrefetchHandle):
 class AsyncPrefetch(PrefetchHandle):
     """What `AsyncClient.prefetch` returns."""
 
-    def __init__(
-        self,
-        state: PrefetchState,
-        check_open: Callable[[], None],
-        run: Callable[[Verb[Any]], Awaitable[Any]],
-    ) -> None:
-        super().__init__(state, check_open)
-        self._run = run
+    def __init__(self, prefetch: Prefetch) -> None:
+        super().__init__(prefetch._state, prefetch._check_open)
+        self._prefetch = prefetch
 
     @verb
     async def poll(self) -> bool:
         """See `Prefetch.poll`."""
-        return await self._carried_out(self._state.look())
+        return await abandonable(self._prefetch.poll)
 
     @verb
     async def wait(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
         """See `Prefetch.wait`."""
-        return await self._carried_out(self._state.wait(timeout_s))
-
-    async def _carried_out(self, step: Verb[bool]) -> bool:
-        try:
-            return bool(await self._run(step))
-        except ClientClosed:
-            raise
-        except (DeadlineExceeded, ConnectionError) as error:
-            return self._failed(error)
+        return await abandonable(partial(self._prefetch.wait, timeout_s=timeout_s))

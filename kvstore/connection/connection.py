@@ -1,32 +1,28 @@
-"""One connection to a node's daemon on this host: the handshake, the region that comes with it, and
-the leases on that region.
-
-Both clients use it; `node_link.py` waits for replies in threads, `async_node_link.py` in tasks.
-"""
+"""One connection to a node's daemon on this host: the handshake, and one call at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import select
 import socket
 import struct
 import time
 from array import array
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiffin.messenger.errors import FrameError, RegionError
 from tiffin.messenger.shm.region import Region
-from tiffin.messenger.signal_safe import Forsaken
-from tiffin.messenger.wire.framing import FrameDecoder, encode_frame
+from tiffin.messenger.tcp.pending_connect import given_up_with
+from tiffin.messenger.wire.framing import FRAME_BYTES_MAX, FrameDecoder, encode_frame
 
 from .. import deadlines, errors
-from ..errors import DeadlineExceeded, NodeUnavailable, ProtocolError, TiffinError
+from ..errors import ClientClosed, DeadlineExceeded, NodeUnavailable, ProtocolError, TiffinError
 from ..node.core import messages
 from ..text import check_socket_path
-from .frame_queues import Inbox, Outbox, remaining_s
-from .lease_lifetime import Lending, undo
 from .region_mapping import Mapping
 
 if TYPE_CHECKING:
@@ -40,6 +36,18 @@ if TYPE_CHECKING:
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 HANDSHAKE_S = 10.0
+# A node answers most calls in 20 to 60 us, and on a virtual machine it takes as long again to wake
+# a client that has gone to sleep: looking 50 times, about 2 us each, took a get of 16 blocks from
+# 140 to 98 us and a match of 256 from 110 to 75, and cost nothing where both share one core.
+LOOKS = 50
+# On a busy core each look may take as long as other work occupies it: see
+# `messenger/tcp/stream.py`.
+LOOKING_S = 0.001
+# How long a call that was given up may go on.
+NOTICE_S = 0.05
+# Replies have some hundred bytes; a page of an inventory has 1 MiB.
+_RECEIVE_BYTES = 64 << 10
+_LENGTH = struct.Struct("<I")
 
 
 class NodeAnswer(NamedTuple):
@@ -47,6 +55,20 @@ class NodeAnswer(NamedTuple):
 
     reply: Any
     memory: Bytes
+
+
+class Greeted(NamedTuple):
+    """A connection that the node has welcomed. `mapping`: of a new session only."""
+
+    sock: socket.socket
+    welcome: messages.Welcome
+    mapping: Mapping | None
+
+    def drop(self) -> None:
+        """Close it."""
+        self.sock.close()
+        if self.mapping is not None:
+            self.mapping.close()
 
 
 def raise_refusal(reply: messages.AnyReply) -> messages.AnyReply:
@@ -60,152 +82,155 @@ def raise_refusal(reply: messages.AnyReply) -> messages.AnyReply:
 
 
 class Connection:
-    """One connection to a daemon, the region that came with it, and the leases on that region.
+    """One connection of a session. A call that did not end, for whatever reason, leaves it
+    unusable: then somebody else tells the node so (`Connections`)."""
 
-    One thread at a time fetches replies. A connection that is dropped without `close` closes itself
-    once the last leased memory of the region is gone.
-    """
-
-    def __init__(self, path: Path, sock: socket.socket, mapping: Mapping) -> None:
+    def __init__(self, path: Path, number: int, sock: socket.socket, mapping: Mapping) -> None:
+        """`mapping` is the region that its replies are for."""
+        self.number = number
         self.mapping = mapping
-        self.sock = sock
-        self.broken = False
+        # Whether a call has it: a weak reference to something that ends with the call.
+        self.user: Callable[[], object] = nobody
+        self.given_up = False  # whether the caller does not wait any more
+        self.half_sent = False  # whether the node may lack the end of a request
         self._path = path
         # Deadlines are kept here: a socket with a timeout makes two more system calls per call.
         sock.setblocking(False)
-        self._outbox = Outbox(sock)
-        self._inbox: Inbox[messages.AnyReply] = Inbox(sock, messages.reply_decoder.decode)
-        # Not bound methods: a reference cycle with this object would keep the region mapped until
-        # the garbage collector runs.
-        self._lending = Lending(partial(_post, self._outbox), partial(_unread, self._inbox))
-        Forsaken.when(self, partial(_forsaken, self._outbox, self._lending))
+        self._sock = sock
+        self._ids = count(1)
 
-    def send(self, request: messages.Request, deadline: float) -> None:
-        """Send a request that has its id. Raises DeadlineExceeded, OSError."""
-        self._outbox.send(_frame(request), deadline)
-
-    def offer(self, request: messages.Request) -> bool:
-        """Send a request that has its id, if that does not block; whether it was sent. Raises
-        OSError."""
-        return self._outbox.offer(_frame(request))
-
-    def receive(self, request: messages.Request, deadline: float) -> NodeAnswer:
-        """The reply to `request`. Replies to earlier requests, which no caller waits for any more,
-        are refused. Raises DeadlineExceeded, OSError, ProtocolError."""
-        found: list[NodeAnswer] = []
-
-        def take(reply: messages.AnyReply) -> None:
-            if reply.id == request.id:
-                found.append(self.lend(reply))
-            else:
-                self.refuse(reply)
-
-        while True:
-            self._inbox.hand_out(take)
-            if found:
-                return found[-1]
-            try:
-                self._inbox.receive(deadline)
-            except TimeoutError as error:
-                raise DeadlineExceeded("the node did not answer within the deadline") from error
-            except (FrameError, *messages.NOT_A_MESSAGE) as error:
-                raise self._garbage(error) from error
-
-    def hand_out(self, take: Callable[[messages.AnyReply], None]) -> None:
-        """Call `take` with each reply that has arrived; once more with one whose `take` was
-        interrupted. Raises OSError, ProtocolError."""
+    def call(self, request: messages.Request, deadline: float) -> messages.AnyReply:
+        """Send a request, wait for its reply. Raises DeadlineExceeded, OSError, ProtocolError."""
+        request.id = next(self._ids)
+        self._send(encode_frame(messages.encoder.encode(request)), deadline)
         try:
-            self._inbox.look()
+            reply: messages.AnyReply = messages.reply_decoder.decode(self._receive(deadline))
         except (FrameError, *messages.NOT_A_MESSAGE) as error:
             raise self._garbage(error) from error
-        finally:
-            self._inbox.hand_out(take)
+        if reply.id != request.id:
+            raise self._garbage(f"a reply to request {reply.id} instead of {request.id}")
+        return reply
 
-    def lend(self, reply: messages.AnyReply) -> NodeAnswer:
-        """The answer for the caller that waits for this reply: a lease that it grants lasts as long
-        as the answer's memory."""
-        grants_slots = isinstance(reply, messages.Reserved)
-        memory = self.mapping.writable() if grants_slots else self.mapping.memory
-        return NodeAnswer(reply, self._lending.lend(memory, reply))
-
-    def refuse(self, reply: messages.AnyReply) -> None:
-        """Give back the lease or reservation of a reply that no caller waits for."""
-        request = undo(reply)
-        if request is not None:
-            self.post(request)
-
-    def _garbage(self, error: Exception) -> ProtocolError:
-        return ProtocolError(f"the node at {self._path} sent garbage: {error}")
+    def post(self, request: messages.Request, deadline: float) -> bool:
+        """Send a request that gets no reply; False if the socket took nothing of it by now. Raises
+        DeadlineExceeded, OSError."""
+        request.id = messages.UNAWAITED
+        frame = encode_frame(messages.encoder.encode(request))
+        self.half_sent = True
+        try:
+            sent = self._sock.send(frame)
+        except BlockingIOError:
+            self.half_sent = False
+            return False
+        self._send(frame[sent:], deadline)
+        return True
 
     def gone(self, why: object) -> NodeUnavailable:
         """The error to raise in place of an OSError."""
         return NodeUnavailable(f"lost the node at {self._path}: {why}")
 
-    def hear(self) -> None:
-        """Receive the replies that have arrived, and refuse them all. Raises OSError."""
-        with contextlib.suppress(ProtocolError):  # the next call raises it
-            self.hand_out(self.refuse)
+    def give_up(self) -> None:
+        """End the call that waits, soon, from any thread; the node does not notice."""
+        self.given_up = True
 
-    def ended(self, request: messages.Request) -> None:
-        """Note that the node has carried out this request, which may end a lease."""
-        self._lending.ended(request)
+    def cut(self) -> None:
+        """End the call that waits and the connection, from any thread."""
+        _shut(self._sock)
 
-    def post(self, request: messages.Request) -> None:
-        """Send a request that gets no reply."""
-        _post(self._outbox, request)
-        self.ended(request)
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._sock.fileno() < 0
 
-    def hang_up(self, *, polite: bool = False) -> None:
-        """Close the socket. `polite`: say goodbye, because no thread of this process touches the
-        region any more."""
-        self.broken = True
-        self._lending.forget()
-        self._outbox.close(_goodbye() if polite else b"")
+    def close(self) -> None:
+        """Close the descriptor, which no thread uses any more."""
+        self._sock.close()
 
-    def close(self, *, polite: bool = True) -> None:
-        """Hang up and unmap; views of the region stay valid."""
-        self.hang_up(polite=polite)
-        self.mapping.close()
+    def _garbage(self, why: object) -> ProtocolError:
+        return ProtocolError(f"the node at {self._path} sent garbage: {why}")
 
-    def forget(self) -> None:
-        """In a forked child: close the child's descriptor."""
-        self.sock.close()
+    def _send(self, frame: bytes, deadline: float) -> None:
+        self.half_sent = True
+        rest = memoryview(frame)
+        while rest:
+            try:
+                rest = rest[self._sock.send(rest) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline, "took no request")
+        self.half_sent = False
+
+    def _receive(self, deadline: float) -> bytes:
+        """The body of the next frame. Raises DeadlineExceeded, ConnectionError at the end of the
+        connection, OSError, FrameError."""
+        data = self._some(deadline)
+        while len(data) < _LENGTH.size:
+            data += self._some(deadline)
+        (length,) = _LENGTH.unpack_from(data)
+        if length > FRAME_BYTES_MAX:
+            raise FrameError(f"a frame of {length} bytes; the limit is {FRAME_BYTES_MAX}")
+        parts, missing_bytes = [data], _LENGTH.size + length - len(data)
+        while missing_bytes > 0:
+            parts.append(self._some(deadline))
+            missing_bytes -= len(parts[-1])
+        if missing_bytes:
+            raise FrameError(f"{-missing_bytes} bytes after a reply")
+        return b"".join(parts)[_LENGTH.size :]
+
+    def _some(self, deadline: float) -> bytes:
+        """The bytes that come next. Looks LOOKS times before it sleeps, and yields the core (and
+        Python's lock) between looks, so that it does not hold up a node on the same core."""
+        give_up = time.monotonic() + LOOKING_S
+        for _ in range(LOOKS):
+            if (data := self._look()) is not None:
+                return data
+            os.sched_yield()
+            if time.monotonic() > give_up:
+                break
+        while (data := self._look()) is None:
+            self._wait(select.POLLIN, deadline, "did not answer")
+        return data
+
+    def _look(self) -> bytes | None:
+        try:
+            data = self._sock.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return None
+        if not data:
+            raise ConnectionResetError("it closed the connection")
+        return data
+
+    def _wait(self, event: int, deadline: float, what: str) -> None:
+        """Sleep until the socket is ready for `event`, or broken. Raises ClientClosed for a call
+        that was given up."""
+        poller = select.poll()
+        try:
+            poller.register(self._sock, event)
+        except ValueError as error:  # its descriptor is -1
+            raise OSError(errno.EBADF, "this connection was closed") from error
+        while not poller.poll(1000 * min(remaining_s(deadline), NOTICE_S)):
+            if self.given_up:
+                raise ClientClosed("not asked any more: the call was given up")
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"the node {what} within the deadline")
 
 
-def _frame(request: messages.Request) -> bytes:
-    return encode_frame(messages.encoder.encode(request))
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
-def _goodbye() -> bytes:
-    return _frame(messages.Goodbye(messages.UNAWAITED))
+def nobody() -> None:
+    """The user of a connection that no call has any more."""
 
 
-def _post(outbox: Outbox, request: messages.Request) -> None:
-    request.id = messages.UNAWAITED
-    outbox.post(_frame(request))
+def remaining_s(deadline: float) -> float:
+    """The time until the deadline; never zero."""
+    # Zero would mean "do not block at all": an overdue call looks at least once.
+    return max(0.001, deadline - time.monotonic())
 
 
-def _unread(inbox: Inbox[messages.AnyReply], lease: int) -> bool:
-    """Whether the reply that grants this lease is still in the inbox; it is then lent once more."""
-    return any(getattr(reply, "lease", 0) == lease for reply in inbox.waiting)
-
-
-def _forsaken(outbox: Outbox, lending: Lending) -> None:
-    """Close a connection that was dropped without `close`, once its leases have ended. Without a
-    goodbye the node would keep later grants until this process is dead."""
-    lending.outlive(lambda: outbox.close(_goodbye()))
-
-
-def connected(path: Path, name: str, timeout_s: float) -> Connection:
-    """Connect and shake hands. Raises as `handshake`."""
-    sock, _, mapping = handshake(path, name, timeout_s)
-    return Connection(path, sock, mapping)
-
-
-def handshake(
-    path: Path, name: str, timeout_s: float = HANDSHAKE_S
-) -> tuple[socket.socket, messages.Welcome, Mapping]:
-    """Connect, say hello, and map the region whose descriptor comes back, all within `timeout_s`.
+def handshake(path: Path, hello: messages.Hello, timeout_s: float = HANDSHAKE_S) -> Greeted:
+    """Connect, say hello, and map the region if its descriptor comes back, all within `timeout_s`.
 
     Raises NodeUnavailable, VersionMismatch, ProtocolError; InvalidInput for a path that is too
     long for a socket; OSError without a descriptor for one.
@@ -215,15 +240,16 @@ def handshake(
     deadline = time.monotonic() + timeout_s
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(remaining_s(deadline))
-        sock.connect(str(path))
-        _check_owner(sock, path)
-        hello = messages.Hello(0, messages.PROTOCOL_VERSION, name, os.getpid())
-        sock.settimeout(remaining_s(deadline))  # each timeout is for one operation
-        with contextlib.suppress(BrokenPipeError):  # the node refused already; its reply says why
-            sock.sendall(encode_frame(messages.encoder.encode(hello)))
-        sock.settimeout(remaining_s(deadline))
-        return sock, *_welcome(path, *_received(sock))
+        with given_up_with(partial(_shut, sock)):
+            sock.settimeout(remaining_s(deadline))
+            sock.connect(str(path))
+            _check_owner(sock, path)
+            sock.settimeout(remaining_s(deadline))  # each timeout is for one operation
+            with contextlib.suppress(BrokenPipeError):  # it has refused already, and says why
+                sock.sendall(encode_frame(messages.encoder.encode(hello)))
+            sock.settimeout(remaining_s(deadline))
+            received = _received(sock)
+        return Greeted(sock, *_welcome(path, *received))
     except TiffinError:
         sock.close()
         raise
@@ -257,15 +283,19 @@ def _check_owner(sock: socket.socket, path: Path) -> None:
         raise NodeUnavailable(f"the node at {path} runs as another user (id {uid}); not trusted")
 
 
-def _welcome(path: Path, data: bytes, descriptors: list[int]) -> tuple[messages.Welcome, Mapping]:
+def _welcome(
+    path: Path, data: bytes, descriptors: list[int]
+) -> tuple[messages.Welcome, Mapping | None]:
     try:
         welcome = _read_welcome(path, data)
-        if len(descriptors) != 1:
+        if len(descriptors) != bool(welcome.region_bytes):
             raise ProtocolError(f"{path} did not answer with a welcome and a region")
     except TiffinError:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
+    if not descriptors:
+        return welcome, None
     try:
         return welcome, Mapping(Region.attach(descriptors[0], welcome.region_bytes))
     except RegionError as error:

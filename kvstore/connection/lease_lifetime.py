@@ -29,19 +29,12 @@ _ENDS = (messages.Release, messages.Abort, messages.Commit)
 
 
 class Lending:
-    """The leases of one connection that have not ended yet."""
+    """The leases of one session that have not ended yet: `lent`, by number."""
 
-    def __init__(
-        self,
-        post: Callable[[messages.Request], None],
-        unread: Callable[[int], bool] = lambda _: False,
-    ) -> None:
-        """`post` sends the request that gives a lease back; another thread calls it.
-        `unread(lease)`: whether the reply that grants the lease is still in the inbox, and will be
-        lent once more."""
+    def __init__(self, post: Callable[[messages.Request], None]) -> None:
+        """`post` sends the request that gives a lease back; another thread calls it."""
         self._post = post
-        self._unread = unread
-        self._lent: dict[int, _Lent] = {}
+        self.lent: dict[int, _Lent] = {}
         self._last: Callable[[], None] | None = None
 
     def lend(self, memory: Bytes, reply: messages.AnyReply) -> Bytes:
@@ -54,22 +47,21 @@ class Lending:
         lent = np.frombuffer(memory.data, np.uint8)
         end = _Lent(lent, finaliser())
         end.lending, end.request = self, request
-        self._lent[request.lease] = end
+        self.lent[request.lease] = end
         return lent
 
     def ended(self, request: messages.Request) -> None:
         """Note that this request was sent, which may end a lease."""
         if isinstance(request, _ENDS):
-            self._lent.pop(request.lease, None)
+            self.lent.pop(request.lease, None)
 
     def forget(self) -> None:
-        """Forget all leases: they have ended with the connection."""
-        self._lent.clear()
-        self._post = _nobody
+        """Forget all leases: they have ended with the session."""
+        self.lent.clear()
+        self._end()
 
     def outlive(self, last: Callable[[], None]) -> None:
-        """Call `last` when every lease has ended. For a connection that no caller refers to any
-        more."""
+        """Call `last` when every lease has ended. For a link that no caller refers to any more."""
         self._last = last
         _outliving.add(self)
         self._end()
@@ -77,28 +69,22 @@ class Lending:
     def give_back(self, lent: _Lent) -> None:
         """Give back a lease whose memory has no view any more, unless it has ended."""
         request = lent.request
-        if self._lent.get(request.lease) is lent:
-            del self._lent[request.lease]
-            if not self._unread(request.lease):
-                self._post(request)
+        if self.lent.get(request.lease) is lent:
+            self._post(request)
+            self.lent.pop(request.lease, None)
             self._end()
 
     def _end(self) -> None:
         last = self._last
-        if last is not None and not self._lent:
+        if last is not None and not self.lent:
             self._last = None
             _outliving.discard(self)
             last()
 
 
-# Keeps them alive: else they would be collected with their connections, and their weak references
-# to the leased memory with them.
+# Keeps them alive: else they would be collected with their links, and their weak references to the
+# leased memory with them.
 _outliving: set[Lending] = set()
-
-
-def _nobody(request: messages.Request) -> None:
-    """Send nothing: the connection has ended. Unlike a bound method, this does not refer to the
-    connection, so that no reference cycle keeps it."""
 
 
 class _Lent(weakref.ref[Any]):

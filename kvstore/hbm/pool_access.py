@@ -39,8 +39,7 @@ from ..node.core import messages
 from ..node.core.records import Reason
 from ..pool.client import PoolClient
 from ..pool.home.home import Home
-from ..verbs.block_verbs import Access, Call, Post
-from ..verbs.drivers import drive
+from ..verbs.block_verbs import Access
 from .device.device_memory import host_checksums
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from ..format.keys import Prefix
     from ..format.schema import KVSchema
     from ..verbs.arguments import Verify
-    from ..verbs.block_verbs import Verb
 
     Bytes = NDArray[np.uint8]
     Sums = NDArray[np.uint64]
@@ -71,8 +69,7 @@ POOL_ERRORS = (
 
 PAGES = XXH3_64_PAGES
 
-# How long to wait for room in the pool: a client's calls take turns, and a reader may wait for its
-# turn.
+# How long to wait for room in the pool.
 ROOM_WAIT_S = 0.1
 
 
@@ -138,9 +135,9 @@ def fetch(client: Client, prefix: Prefix, verify: Verify, timeout_s: float) -> F
         return _get(client, prefix, verify, timeout_s)
     deadline = time.monotonic() + timeout_s
     if not isinstance(client, PoolClient):
-        return drive(_lease(prefix, link, timeout_s), link)
+        return _lease(prefix, link, timeout_s)
     try:
-        near = drive(_lease(prefix, link, timeout_s), link)
+        near = _lease(prefix, link, timeout_s)
     except POOL_ERRORS:
         near = nothing(prefix, "pool")
     count = len(near.views)
@@ -169,9 +166,9 @@ def _joined(near: FetchedBlocks, far: FetchedBlocks) -> FetchedBlocks:
     return FetchedBlocks(near.prefix, views, sums, far.reason, release, report)
 
 
-def _lease(prefix: Prefix, link: NodeLink, timeout_s: float) -> Verb[FetchedBlocks]:
+def _lease(prefix: Prefix, link: NodeLink, timeout_s: float) -> FetchedBlocks:
     """Lease blocks in place, with the checksums of their headers; does not read the payloads."""
-    reply, memory = yield Call(messages.Lease(0, prefix.key_bytes, timeout_s), timeout_s)
+    reply, memory = link.call(messages.Lease(0, prefix.key_bytes, timeout_s), timeout_s)
     leased = LeasedExtents(prefix, memory, reply)
     shape, reason = prefix.schema.header, _why(reply.reason)
     sums: list[Sums | None] = []
@@ -180,9 +177,9 @@ def _lease(prefix: Prefix, link: NodeLink, timeout_s: float) -> Verb[FetchedBloc
             sums.append(shape.checksums(leased.identify(len(sums))))
     except (CorruptBlock, VersionMismatch):
         reason = "corrupt"
-        yield Post(messages.Report(0, prefix.keys[len(sums)], reply.generations[len(sums)]))
+        link.post(messages.Report(0, prefix.keys[len(sums)], reply.generations[len(sums)]))
     except BaseException:
-        yield Post(messages.Release(0, reply.lease))
+        link.post(messages.Release(0, reply.lease))
         raise
 
     def release() -> None:

@@ -61,7 +61,7 @@ from .remote_transfers import RemoteTransfer, RemoteTransfers
 from .statistics import numbers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from tiffin.messenger.shm.host_copy import ByteArray
 
@@ -90,6 +90,7 @@ class _Parked:
     session: Session
     deadline: float
     attempt: Callable[[bool], bool]
+    reply: ReplyTo
     for_others: bool = False
 
 
@@ -216,19 +217,29 @@ class Node(OfOneProcess):
         self, session: Session, request: messages.Request, reply: ReplyTo, *, waits: bool = False
     ) -> None:
         """As `submit`, but safe in the main thread, where signal handlers may raise: there, the
-        thread `core_thread` runs the request, in submission order. With `waits` this call returns
-        when `submit` has run; otherwise it returns at once. A caller that has the node's lock
-        (`held`) runs the request in its own thread."""
+        thread `core_thread` runs a request that changes anything, in submission order. With `waits`
+        this call returns when `submit` has run; otherwise it returns at once. A caller that has the
+        node's lock (`held`) runs the request in its own thread."""
         submit = partial(self.submit, session, request, reply)
         if not interruptible() or self._lock._is_owned():  # type: ignore[attr-defined]
             submit()
+        elif _only_looks(request):
+            self.submit(session, request, reply, only_looks=True)
         elif waits:
             uninterrupted(submit, within=self.core_thread)
         else:
             self.core_thread.put(submit)
 
-    def submit(self, session: Session, request: messages.Request, reply: ReplyTo) -> None:
-        """Carry out one request of a session; thread-safe. Exactly one reply per request."""
+    def submit(
+        self,
+        session: Session,
+        request: messages.Request,
+        reply: ReplyTo,
+        *,
+        only_looks: bool = False,
+    ) -> None:
+        """Carry out one request of a session; thread-safe. Exactly one reply per request.
+        `only_looks`: it changes nothing, so nothing is done after it."""
         with self._lock:
             try:
                 if session.gone:
@@ -241,7 +252,8 @@ class Node(OfOneProcess):
                 handler(session, request, reply)
             except TiffinError as error:
                 reply(messages.refusal(request.id, error))
-            self._after()
+            if not only_looks:
+                self._after()
 
     def disconnect(self, session: Session, *, fenced: bool) -> bool:
         """End a session whose connection ended; `fenced` if its client no longer accesses the
@@ -268,8 +280,21 @@ class Node(OfOneProcess):
         that its last `Await` exposed. Raises GrantError if the session holds no such lease."""
         return RemoteTransfer(self._transfers, session, lease_id, writes=writes)
 
+    def withdraw(self, session: Session, replies: Collection[ReplyTo]) -> None:
+        """Forget the session's requests that wait and whose reply goes to one of `replies`: nobody
+        waits for it any more."""
+        with self._lock:
+            self._parked = deque(
+                p for p in self._parked if p.session is not session or p.reply not in replies
+            )
+            for ticket, (_, _, reply) in list(self._tickets.items()):
+                if ticket.session is session and reply in replies:
+                    del self._tickets[ticket]
+                    lease, _ = self.core.settle(ticket, _now())
+                    self.core.give_back(session, [lease.id] if lease else [])
+
     def give_back(self, session: Session, lease_ids: Iterable[int]) -> None:
-        """Release those of `lease_ids` that a remote session still holds."""
+        """Release those of `lease_ids` that a session still holds: its client touches none."""
         with self._lock:
             self.core.give_back(session, lease_ids)
             self._after()
@@ -408,7 +433,7 @@ class Node(OfOneProcess):
             return
         self._check_waiting(session)
         if not attempt(False):
-            self._park(session, request.timeout_s, attempt, for_others=True)
+            self._park(session, request.timeout_s, attempt, reply, for_others=True)
 
     def _exists(self, session: Session, request: messages.Exists, reply: ReplyTo) -> None:
         reply(messages.Flags(request.id, self.core.exists(request.keys)))
@@ -456,7 +481,7 @@ class Node(OfOneProcess):
             )
             return True
 
-        self._attempt(session, request.timeout_s, attempt)
+        self._attempt(session, request.timeout_s, attempt, reply)
 
     def _commit(self, session: Session, request: messages.Commit, reply: ReplyTo) -> None:
         lease = self.core.write_lease(session, request.lease)
@@ -532,7 +557,7 @@ class Node(OfOneProcess):
             reply(answer)
             return True
 
-        self._attempt(session, request.timeout_s, attempt)
+        self._attempt(session, request.timeout_s, attempt, reply)
 
     def _release(self, session: Session, request: messages.Release, reply: ReplyTo) -> None:
         self.core.release(session, request.lease)
@@ -554,7 +579,7 @@ class Node(OfOneProcess):
                 reply(removed(request.id, removal, durable=durable))
             return durable or final
 
-        self._attempt(session, request.timeout_s, attempt)
+        self._attempt(session, request.timeout_s, attempt, reply)
 
     def _statistics(self, session: Session, request: messages.Statistics, reply: ReplyTo) -> None:
         reply(messages.Numbers(request.id, self.statistics()))
@@ -586,7 +611,13 @@ class Node(OfOneProcess):
 
     # -- waiting ---------------------------------------------------------------------------------
 
-    def _attempt(self, session: Session, timeout_s: float, attempt: Callable[[bool], bool]) -> None:
+    def _attempt(
+        self,
+        session: Session,
+        timeout_s: float,
+        attempt: Callable[[bool], bool],
+        reply: ReplyTo,
+    ) -> None:
         """Try now; park the request for later retries if waiting could help.
 
         The check whether waiting could help comes after the attempt: a failed attempt may itself
@@ -598,7 +629,7 @@ class Node(OfOneProcess):
             attempt(True)
         elif not attempt(False):
             if self.core.worth_waiting():
-                self._park(session, timeout_s, attempt)
+                self._park(session, timeout_s, attempt, reply)
             else:
                 attempt(True)
 
@@ -607,10 +638,11 @@ class Node(OfOneProcess):
         session: Session,
         timeout_s: float,
         attempt: Callable[[bool], bool],
+        reply: ReplyTo,
         *,
         for_others: bool = False,
     ) -> None:
-        self._parked.append(_Parked(session, _now() + timeout_s, attempt, for_others))
+        self._parked.append(_Parked(session, _now() + timeout_s, attempt, reply, for_others))
         self._hurry.set()
 
     def _after(self) -> None:
@@ -701,6 +733,13 @@ class Node(OfOneProcess):
                 waiting_requests=len(self._parked) + len(self._tickets),
                 queued_moves=self._mover.queued if self._mover else 0,
             )
+
+
+def _only_looks(request: messages.Request) -> bool:
+    """Whether a request changes nothing, and is answered at once."""
+    if isinstance(request, messages.Match):
+        return not request.at_least
+    return isinstance(request, messages.Exists)
 
 
 def _now() -> float:

@@ -36,7 +36,6 @@ from ..streaming.layer_stream import LayerStream
 from ..verbs import block_verbs as local_verbs
 from ..verbs.arguments import check_ttl, check_verify, verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Hit, PutResult
-from ..verbs.drivers import drive
 from ..verbs.prefetching import PrefetchState
 from . import pool_verbs
 from .failover_source import FailoverSource
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from ..format.keys import Prefix
     from ..format.schema import AnyShard, HeadRange, LayerRange
     from ..verbs.arguments import Verify
-    from ..verbs.block_verbs import Verb
     from .verb_driver import VerbDriver
 
     Bytes = NDArray[np.uint8]
@@ -73,6 +71,7 @@ if TYPE_CHECKING:
 
 # In `Hit.where`: another node of the pool has the block.
 IN_PEER = 4
+_NO_HIT = Hit(0, 0)
 
 
 class PoolClient(Client):
@@ -127,8 +126,8 @@ class PoolClient(Client):
         deadline = time.monotonic() + timeout_s
         where = b""
         if self._home is not None:
-            here = local_verbs.match(prefix, timeout_s, writing=writing)
-            where = self._home.ask(here, Hit(0, 0)).where
+            here = self._home.ask(_NO_HIT, local_verbs.match, prefix, timeout_s, writing=writing)
+            where = here.where
         where += self._elsewhere(prefix, len(where), deadline, writing=writing)
         at_least = min(at_least, len(prefix))
         if len(prefix) and (node is not None or len(where) < at_least):
@@ -142,8 +141,8 @@ class PoolClient(Client):
         """What one node has, once it has `at_least` so many blocks or the deadline has passed."""
         left_s = until_s(deadline)
         if self._home is not None and (node is None or node == self.home_number):
-            here = local_verbs.match(prefix, left_s, writing=writing, at_least=at_least)
-            return self._home.ask(here, Hit(0, 0)).where
+            how = {"writing": writing, "at_least": at_least}
+            return self._home.ask(_NO_HIT, local_verbs.match, prefix, left_s, **how).where
         if node is None:
             nodes = self._known_nodes() if self._fixed else {}
             if len(nodes) != 1:
@@ -174,7 +173,7 @@ class PoolClient(Client):
         if not len(prefix):
             return found
         if self._home is not None:
-            found = self._home.ask(local_verbs.exists(prefix, timeout_s), found)
+            found = self._home.ask(found, local_verbs.exists, prefix, timeout_s)
         if self._fixed:
             left_s = deadline - time.monotonic()
             replies = self._ask_all(lambda: messages.Exists(0, prefix.key_bytes), left_s)
@@ -234,10 +233,9 @@ class PoolClient(Client):
         all blocks, else the one with the most. The directory does not list reservations. If the
         node is lost, the stream continues at another node that has the same blocks committed."""
         source = self._layer_source(prefix, heads, verify, timeout_s, ahead, node)
-        link: NodeLink = self._home  # type: ignore[assignment]
 
-        def run(verb: Verb[Any]) -> Any:
-            return given_up_together(partial(drive, verb, link), source.break_off)
+        def run(step: Callable[[], Any]) -> Any:
+            return given_up_together(step, source.break_off)
 
         stream = LayerStream(source, run, timeout_s)
         Forsaken.when(stream, source.release_dropped)
@@ -253,10 +251,9 @@ class PoolClient(Client):
         node: int | None,
     ) -> FailoverSource:
         how = prefix, self._reading(verify), timeout_s, self._driver.peer
-        number = (lambda: self.home_number) if self._home is not None else None
         first = partial(self._locate, without_home=True)
         return FailoverSource(
-            *how, number, node, lambda part: first(part.keys[:1])[0], heads, ahead
+            *how, self._home, node, lambda part: first(part.keys[:1])[0], heads, ahead
         )
 
     # -- writing ---------------------------------------------------------------------------------
@@ -412,7 +409,7 @@ class PoolClient(Client):
         until_s, deadline = check_ttl(ttl_s), time.monotonic() + timeout_s
         at_home: int | None = None
         if self._home is not None:
-            at_home = self._home.ask(local_verbs.pin(prefix, level, ttl_s, timeout_s), None)
+            at_home = self._home.ask(None, local_verbs.pin, prefix, level, ttl_s, timeout_s)
         holders = {node for nodes in self._locate(prefix.keys) for node in nodes}
         return self._count(
             prefix,
@@ -437,7 +434,7 @@ class PoolClient(Client):
         number = self.home_number  # asked for before: a home that restarts meanwhile has another
         if self._home is not None:
             try:
-                at_home = self._home.ask(local_verbs.remove(prefix, timeout_s), None)
+                at_home = self._home.ask(None, local_verbs.remove, prefix, timeout_s)
             except TierUnavailable as error:  # the other nodes still have to remove theirs
                 at_home, refused = 0, error
         self._driver.placements.forget(prefix.keys)
@@ -496,7 +493,7 @@ class PoolClient(Client):
         """See `Client.announce`: at the home node, without one at the node with the lowest number.
         Raises NodeUnavailable if there is none."""
         if self._home is not None:
-            self._home.ask(local_verbs.announce(space, timeout_s), None)
+            self._home.ask(None, local_verbs.announce, space, timeout_s)
             return
         numbers = self._driver.nodes()
         if not numbers:
@@ -521,7 +518,7 @@ class PoolClient(Client):
         if self._home is None or not isinstance(number, FixedHomeNumber):
             home = names.get(self.home_number or 0)
         else:
-            own = self._home.ask(local_verbs.statistics(timeout_s), None)
+            own = self._home.ask(None, local_verbs.statistics, timeout_s)
             home = number.named(own, names, nodes)
         directory = self._driver.members.statistics()
         if directory is not None:

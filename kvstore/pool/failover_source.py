@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..streaming.layer_stream import outlast
 from ..streaming.local_source import LocalSource
-from .remote.remote_source import RemoteSource, at_once
+from .remote.remote_source import RemoteSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from ..format.keys import Prefix
     from ..format.schema import HeadRange
     from ..streaming.layer_source import NodeSource, StreamedLayer
-    from ..verbs.block_verbs import Access, Verb
+    from ..verbs.block_verbs import Access
+    from .home.home_link import HomeLink
     from .remote.peer import Peer
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class FailoverSource:
         access: Access,
         timeout_s: float,
         connect: Callable[[int], Peer],
-        home: Callable[[], int | None] | None,
+        home: HomeLink | None,
         node: int | None,
         locate: Callable[[Prefix], Sequence[int]],
         heads: HeadRange | None = None,
@@ -89,7 +90,7 @@ class FailoverSource:
         """See `LayerSource.reason`."""
         return self._reason
 
-    def begin(self) -> Verb[None]:
+    def begin(self) -> None:
         """See `LayerSource.begin`. Raises the last candidate's error if no candidate answered."""
         if self._ended:
             raise ClientClosed("this stream has ended; begin another")
@@ -102,7 +103,7 @@ class FailoverSource:
             if left_s <= 0 and isinstance(failure, DeadlineExceeded):
                 break
             try:
-                yield from self._try(source, left_s / share)
+                self._try(source, left_s / share)
             except (ClientClosed, InvalidInput):
                 raise
             except TiffinError as error:
@@ -116,7 +117,7 @@ class FailoverSource:
     def _candidates(self) -> Iterator[tuple[NodeSource, int]]:
         """The candidates, each with the number of candidates that share the time that is left. The
         link to a silent home node gives up by itself if another node could answer."""
-        away = self._node is not None and (self._home is None or self._node != self._home())
+        away = self._node is not None and (self._home is None or self._node != self._home.number)
         if self._home is not None and not away:
             yield self._local_source(self.prefix), 1
         if self._node is None:
@@ -134,7 +135,8 @@ class FailoverSource:
             yield self._remote_source(prefix, node), 1 if node == nodes[-1] else 2
 
     def _local_source(self, prefix: Prefix) -> NodeSource:
-        return LocalSource(prefix, self._access, self._timeout_s, self._heads)
+        assert self._home is not None
+        return LocalSource(self._home, prefix, self._access, self._timeout_s, self._heads)
 
     def _remote_source(self, prefix: Prefix, node: int) -> NodeSource:
         how = self._access, self._timeout_s, node, self._heads, self._ahead
@@ -151,31 +153,31 @@ class FailoverSource:
         finally:
             self._tried = None
 
-    def _try(self, another: NodeSource, left_s: float) -> Verb[None]:
+    def _try(self, another: NodeSource, left_s: float) -> None:
         """Begin at this candidate; keep it if it has more blocks than the best one before."""
         with self._trying(another):
-            yield from another.begin(left_s)
+            another.begin(left_s)
         worse: NodeSource | None = another
         if self._current is None or another.count > self._current.count:
             worse, self._current = self._current, another
             self._reason = another.reason
         if worse is not None:
-            yield from worse.end()
+            worse.end()
 
-    def advance(self) -> Verb[StreamedLayer | None]:
+    def advance(self) -> StreamedLayer | None:
         """See `LayerSource.advance`. Raises the node's error if no other node can take over."""
-        yield from self.begin()
+        self.begin()
         while self._current is not None:
             if self._ended:
                 raise ClientClosed("this stream has ended; begin another")
             try:
-                return (yield from self._current.advance())
+                return self._current.advance()
             except (NodeUnavailable, DeadlineExceeded, ProtocolError, StaleLease) as error:
-                if self._ended or self._current.overdue or not (yield from self._move(error)):
+                if self._ended or self._current.overdue or not self._move(error):
                     raise
         return None
 
-    def _move(self, error: TiffinError) -> Verb[bool]:
+    def _move(self, error: TiffinError) -> bool:
         """Move the stream to another node that has all blocks committed; whether there is one."""
         lost = self._current
         assert lost is not None
@@ -191,14 +193,14 @@ class FailoverSource:
             resumed = False
             try:
                 with self._trying(another):
-                    resumed = yield from another.resume(lost, left_s / share)
+                    resumed = another.resume(lost, left_s / share)
             except (ClientClosed, InvalidInput):
                 raise
             except TiffinError as failure:
                 log.debug("not resumed at another node: %s", failure)
             finally:
                 if not resumed:
-                    yield from another.end()
+                    another.end()
             if resumed:
                 log.info("a stream goes on at another node: %s", error)
                 self._lost.append(lost)
@@ -243,15 +245,15 @@ class FailoverSource:
         for source in (*self._lost, self._current, self._tried):
             if isinstance(source, RemoteSource):
                 with contextlib.suppress(TiffinError):
-                    at_once(source.end())
+                    source.end()
 
-    def end(self) -> Verb[None]:
+    def end(self) -> None:
         """See `LayerSource.end`."""
         self._ended = True
         sources, self._lost = [*self._lost, self._current], []
         for source in sources:
             if source is not None:
-                yield from source.end()
+                source.end()
 
 
 async def interruptible(source: FailoverSource, step: Coroutine[Any, Any, T]) -> T:

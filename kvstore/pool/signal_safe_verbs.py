@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tiffin.messenger.signal_safe import off_main_thread, uninterrupted
 from tiffin.messenger.tcp.pending_connect import Caller
 
-from ..client.client import Client, LeasedBlocks, Slots
+from ..client.async_client import give_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,13 +39,3 @@ def given_up_together(action: Callable[[], T], cancel: Callable[[], object] = la
 
 
 in_one_piece = off_main_thread(lambda _, action: given_up_together(action))
-
-
-def give_back(outcome: object) -> None:
-    """Give back the outcome of a call that was given up: leases, slots, or a client."""
-    if isinstance(outcome, LeasedBlocks):
-        outcome.release()
-    elif isinstance(outcome, Slots):
-        outcome.abort()
-    elif isinstance(outcome, Client):
-        outcome.close()

@@ -22,7 +22,6 @@ from ..errors import (
     NodeUnavailable,
     TiffinError,
 )
-from ..verbs.drivers import driven
 from . import pool_verbs
 from .link_health import Links
 from .members import Placements
@@ -31,7 +30,7 @@ from .remote.peer import Peer
 from .remote.remote_node import RemoteNode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -359,6 +358,27 @@ class VerbDriver:
         stall_s = None if step.patience is None else step.patience * self.options.hedge_s
         node = self.node(step.run.node, reader.home)
         return node.read(step.run, reader, step.deadline, stall_s)
+
+
+def driven(verb: Generator[Any, Any, T], do: Callable[[Any], Any]) -> T:
+    """Run the verb's steps through `do` and return the verb's result. The verb gets an exception of
+    `do`, cleans up and raises it again."""
+    outcome: Any = None
+    failure: BaseException | None = None
+    try:
+        while True:
+            try:
+                step = verb.send(outcome) if failure is None else verb.throw(failure)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            outcome = failure = None
+            try:
+                outcome = do(step)
+            except BaseException as error:  # noqa: BLE001 - raised by the verb
+                failure = error
+    finally:
+        # The exception's traceback refers to this frame: the cycle would keep a lease alive.
+        del failure, outcome
 
 
 def _wait_for(futures: list[Future[Any]]) -> None:

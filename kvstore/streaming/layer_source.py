@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ..blocks.block_views import Selection
     from ..format.keys import Prefix
     from ..format.schema import HeadRange
-    from ..verbs.block_verbs import Access, Verb
+    from ..verbs.block_verbs import Access
 
     Bytes = NDArray[np.uint8]
 
@@ -85,13 +85,13 @@ class LayerSource(Protocol):
     def reason(self) -> str | None:
         """Why `count` is less than the prefix's blocks; None if it is not."""
 
-    def begin(self) -> Verb[None]:
+    def begin(self) -> None:
         """Take a lease on the leading blocks; idempotent."""
 
-    def advance(self) -> Verb[StreamedLayer | None]:
+    def advance(self) -> StreamedLayer | None:
         """The next layer; None at the end, once all committed headers have passed the check."""
 
-    def end(self) -> Verb[None]:
+    def end(self) -> None:
         """Release the lease; idempotent."""
 
 
@@ -136,7 +136,7 @@ class NodeSource(ABC):
 
     # -- the source ------------------------------------------------------------------------------
 
-    def begin(self, left_s: float = math.inf) -> Verb[None]:
+    def begin(self, left_s: float = math.inf) -> None:
         """See `LayerSource.begin`. Waits for the node for `left_s` at most."""
         if self._ended or self._interrupted:
             raise ClientClosed("this stream has ended; begin another")
@@ -144,7 +144,7 @@ class NodeSource(ABC):
             return
         timeout_s = max(0.0, min(self._timeout_s, left_s))
         request = messages.Lease(0, self.prefix.key_bytes, timeout_s, follow=True)
-        self._leased = leased = yield from self._lease(request)
+        self._leased = leased = self._lease(request)
         self._expected = ExpectedHeaders(self.prefix)
         self.count = len(leased.offsets)
         self.reason = None if leased.reason == Reason.NONE else Reason(leased.reason).name.lower()
@@ -152,19 +152,19 @@ class NodeSource(ABC):
         self._reported = np.zeros((self.count, len(self.schema.segments)), np.uint64)
         self._yielded = np.zeros(len(self.schema.segments), np.bool_)
 
-    def resume(self, lost: NodeSource, left_s: float = math.inf) -> Verb[bool]:
+    def resume(self, lost: NodeSource, left_s: float = math.inf) -> bool:
         """Take over from `lost`, a stream of the same blocks at another node, at its next layer.
 
         Returns whether it can: all its blocks are committed at this node, and their headers have
         the checksums of every segment that `lost` yielded. If not, this stream must be ended (call
         `end`) and not advanced.
         """
-        yield from self.begin(left_s)
+        self.begin(left_s)
         if not self.count or self.count != lost.count:
             return False
         assert self._leased is not None
         committed = messages.Await(0, self._leased.lease, [], 0.0)
-        reply, headers = yield from self._ask(committed, None)
+        reply, headers = self._ask(committed, None)
         if not reply.ready:
             return False
         self._next, self._verified = lost._next, lost._verified
@@ -177,39 +177,39 @@ class NodeSource(ABC):
                 return False
         return True
 
-    def advance(self) -> Verb[StreamedLayer | None]:
+    def advance(self) -> StreamedLayer | None:
         """See `LayerSource.advance`."""
         self.overdue = False
-        yield from self.begin()
+        self.begin()
         if not self.count:
             return None
         if self._next == len(self.schema.layers):
-            yield from self._finish()
+            self._finish()
             return None
         index = self._next
         selection = select(self.schema, index, self._heads)
-        arrived, sums = yield from self._awaited(selection)
+        arrived, sums = self._awaited(selection)
         reported = self._checksum_table(sums, len(selection.segments))
         payloads = []
         for block, memory in enumerate(arrived):
             if self._verified[block]:
-                found = yield from self._work(partial(checksums_of, memory, selection))
-                yield from self._compare(block, index, found, reported[block])
+                found = self._work(partial(checksums_of, memory, selection))
+                self._compare(block, index, found, reported[block])
             payloads.append(self._payload(block, memory, selection))
         self._reported[:, selection.segments] = reported
         self._yielded[selection.segments] = True
         self._next += 1
         return StreamedLayer(index, tuple(payload.layer(index) for payload in payloads))
 
-    def _finish(self) -> Verb[None]:
+    def _finish(self) -> None:
         """Wait for every block's commit and check its header against the yielded layers. Raises
         CorruptBlock, VersionMismatch."""
-        headers, _ = yield from self._awaited(None)
+        headers, _ = self._awaited(None)
         for block, raw in enumerate(headers):
             try:
                 self._check_header(block, raw)
             except CorruptBlock as error:
-                yield from self._report(block)
+                self._report(block)
                 raise CorruptBlock(f"block {block} of a stream: {error}") from error
 
     def _check_header(self, block: int, raw: bytes) -> None:
@@ -226,7 +226,7 @@ class NodeSource(ABC):
         self._expected.check(block, raw, generation, offset)
         return self.schema.header.checksums(raw)
 
-    def _awaited(self, selection: Selection | None) -> Verb[tuple[list[Any], bytes]]:
+    def _awaited(self, selection: Selection | None) -> tuple[list[Any], bytes]:
         """Poll the node until it has all segments of the selection, or without a selection the
         commit of every block. Returns a payload per block, or without a selection a header per
         block, and the checksums. Raises DeadlineExceeded."""
@@ -236,7 +236,7 @@ class NodeSource(ABC):
         while True:
             left_s = until_s(self._deadline_of(began))
             request = messages.Await(0, self._leased.lease, segments, min(left_s, POLL_S))
-            reply, found = yield from self._ask(request, selection)
+            reply, found = self._ask(request, selection)
             if reply.ready:
                 return found, reply.checksums
             if time.monotonic() >= self._deadline_of(began):
@@ -258,9 +258,9 @@ class NodeSource(ABC):
 
     def _compare(
         self, block: int, layer: int, found: NDArray[np.uint64], reported: NDArray[np.uint64]
-    ) -> Verb[None]:
+    ) -> None:
         if not np.array_equal(found, reported):
-            yield from self._report(block)
+            self._report(block)
             raise CorruptBlock(f"block {block} of a stream: checksum of layer {layer} differs")
 
     def interrupt(self) -> None:
@@ -268,31 +268,31 @@ class NodeSource(ABC):
         Thread-safe."""
         self._interrupted = True
 
-    def end(self) -> Verb[None]:
+    def end(self) -> None:
         """See `LayerSource.end`."""
         if self._ended:
             return
         self._ended = True
         leased = self._leased
         if leased is not None and leased.lease:
-            yield from self._post(messages.Release(0, leased.lease))
+            self._post(messages.Release(0, leased.lease))
 
-    def _report(self, block: int) -> Verb[None]:
+    def _report(self, block: int) -> None:
         """Report a block as suspect, so that the node checks it itself."""
         assert self._leased is not None
         key, generation = self.prefix.keys[block], self._leased.generations[block]
-        yield from self._post(messages.Report(0, key, generation))
+        self._post(messages.Report(0, key, generation))
 
     # -- the way ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def _lease(self, request: messages.Lease) -> Verb[messages.Leased]:
+    def _lease(self, request: messages.Lease) -> messages.Leased:
         """Send the lease request and return the node's reply."""
 
     @abstractmethod
     def _ask(
         self, request: messages.Await, selection: Selection | None
-    ) -> Verb[tuple[messages.Awaited, list[Any]]]:
+    ) -> tuple[messages.Awaited, list[Any]]:
         """Send one `Await` and, if its reply is ready, return data per block: its header without a
         selection; else its whole payload in place, or memory that has the selection packed (for a
         verified block: the whole segments that the selection touches)."""
@@ -302,9 +302,9 @@ class NodeSource(ABC):
         """The selection of a block as a `Payload` over `memory`, which `_ask` returned for it."""
 
     @abstractmethod
-    def _work(self, action: Callable[[], Any]) -> Verb[Any]:
+    def _work(self, action: Callable[[], Any]) -> Any:
         """Run `action`, which copies or hashes payload bytes and may take milliseconds."""
 
     @abstractmethod
-    def _post(self, request: messages.Request) -> Verb[None]:
+    def _post(self, request: messages.Request) -> None:
         """Send a request that gets no reply."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from .. import deadlines
 from ..after_fork import OfOneProcess
+from ..connection.loop_threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from ..format.keys import Prefix
-    from ..verbs.block_verbs import Verb
     from .layer_source import LayerSource, StreamedLayer
 
 
@@ -60,7 +60,7 @@ class LayerStream(_Stream):
     """
 
     def __init__(
-        self, source: LayerSource, run: Callable[[Verb[Any]], Any], timeout_s: float
+        self, source: LayerSource, run: Callable[[Callable[[], Any]], Any], timeout_s: float
     ) -> None:
         super().__init__(source, timeout_s)
         self._run = run
@@ -69,7 +69,7 @@ class LayerStream(_Stream):
         self._entered = True
         self._check_process()
         try:
-            deadlines.Within(self._timeout_s).run(partial(self._run, self._source.begin()))
+            deadlines.Within(self._timeout_s).run(partial(self._run, self._source.begin))
         except BaseException:
             self.close()
             raise
@@ -91,21 +91,24 @@ class LayerStream(_Stream):
     def step(self) -> StreamedLayer | None:
         """The next layer, None at the end: one step of the iteration."""
         self._check_process()
-        advance = partial(self._run, self._source.advance())
+        advance = partial(self._run, self._source.advance)
         layer: StreamedLayer | None = deadlines.Within(self._timeout_s).run(advance)
         return layer
 
     def close(self) -> None:
         """Release the lease, at any point of the stream."""
         if not self._inherited:
-            self._run(self._source.end())
+            self._run(self._source.end)
 
 
 class AsyncLayerStream(_Stream):
     """`LayerStream` for `async for` and `async with`."""
 
     def __init__(
-        self, source: LayerSource, run: Callable[[Verb[Any]], Awaitable[Any]], timeout_s: float
+        self,
+        source: LayerSource,
+        run: Callable[[Callable[[], Any]], Awaitable[Any]],
+        timeout_s: float,
     ) -> None:
         super().__init__(source, timeout_s)
         self._run = run
@@ -114,7 +117,7 @@ class AsyncLayerStream(_Stream):
         self._entered = True
         self._check_process()
         try:
-            await self._in_time(self._source.begin())
+            await self._in_time(self._source.begin)
         except BaseException:
             await self.close()
             raise
@@ -134,18 +137,19 @@ class AsyncLayerStream(_Stream):
                 await self.close()
 
     async def _step(self) -> StreamedLayer | None:
-        layer: StreamedLayer | None = await self._in_time(self._source.advance())
+        layer: StreamedLayer | None = await self._in_time(self._source.advance)
         return layer
 
-    async def _in_time(self, verb: Verb[Any]) -> Any:
-        return await deadlines.Within(self._timeout_s).run_soon(partial(self._run, verb))
+    async def _in_time(self, step: Callable[[], Any]) -> Any:
+        return await deadlines.Within(self._timeout_s).run_soon(partial(self._run, step))
 
     async def close(self) -> None:
         """See `LayerStream.close`. A cancellation meanwhile is raised after the release, which
         would otherwise not reach the node."""
         if self._inherited:
             return
-        ending = asyncio.ensure_future(self._run(self._source.end()))
+        # Not as a call: it waits for no turn, and a client that was closed has streams to end.
+        ending = asyncio.ensure_future(in_thread(self._source.end))
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..blocks.block_views import Payload
-from ..verbs.block_verbs import Call, Post, Work
+from ..verbs.block_verbs import work
 from .layer_source import NodeSource
 
 if TYPE_CHECKING:
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..blocks.block_views import Selection
+    from ..connection.node_link import NodeLink
     from ..format.keys import Prefix
     from ..format.schema import HeadRange
     from ..node.core import messages
-    from ..verbs.block_verbs import Access, Verb
+    from ..verbs.block_verbs import Access
 
     Bytes = NDArray[np.uint8]
 
@@ -27,20 +28,26 @@ class LocalSource(NodeSource):
     """A stream from a node on this host: its layers are views into the mapped region, no copies."""
 
     def __init__(
-        self, prefix: Prefix, access: Access, timeout_s: float, heads: HeadRange | None = None
+        self,
+        link: NodeLink,
+        prefix: Prefix,
+        access: Access,
+        timeout_s: float,
+        heads: HeadRange | None = None,
     ) -> None:
         super().__init__(prefix, access, timeout_s, heads)
+        self._link = link
         self._memory: Bytes | None = None
         self._payloads: list[Payload] = []
 
-    def _lease(self, request: messages.Lease) -> Verb[messages.Leased]:
-        reply, self._memory = yield Call(request, request.timeout_s)
+    def _lease(self, request: messages.Lease) -> messages.Leased:
+        reply, self._memory = self._link.call(request, request.timeout_s)
         return reply  # type: ignore[no-any-return]
 
     def _ask(
         self, request: messages.Await, selection: Selection | None
-    ) -> Verb[tuple[messages.Awaited, list[Any]]]:
-        reply, _ = yield Call(request, request.timeout_s)
+    ) -> tuple[messages.Awaited, list[Any]]:
+        reply, _ = self._link.call(request, request.timeout_s)
         if not reply.ready:
             return reply, []
         assert self._leased is not None
@@ -60,16 +67,16 @@ class LocalSource(NodeSource):
         self._payloads.append(payload)
         return payload
 
-    def _work(self, action: Callable[[], Any]) -> Verb[Any]:
-        return (yield Work(action))
+    def _work(self, action: Callable[[], Any]) -> Any:
+        return work(self._link, action)
 
-    def _post(self, request: messages.Request) -> Verb[None]:
-        yield Post(request)
+    def _post(self, request: messages.Request) -> None:
+        self._link.post(request)
 
-    def end(self) -> Verb[None]:
+    def end(self) -> None:
         """See `LayerSource.end`; invalidates the views of all layers."""
         for payload in self._payloads:
             payload.let_go()
         self._payloads.clear()
-        yield from super().end()
+        super().end()
         self._memory = None

@@ -9,17 +9,19 @@ from tiffin.messenger.shm import host_copy
 
 from ..blocks.block_views import select
 from ..node.core import messages
-from ..verbs.block_verbs import Call, Work
+from ..verbs.block_verbs import work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..blocks.block_views import Selection, Slot
+    from ..connection.node_link import NodeLink
     from ..format.schema import KVSchema
-    from ..verbs.block_verbs import Verb
 
 
-def publish(slots: Sequence[Slot], lease: int, layer: int, timeout_s: float) -> Verb[None]:
+def publish(
+    link: NodeLink, slots: Sequence[Slot], lease: int, layer: int, timeout_s: float
+) -> None:
     """Publish `layer` of these slots with its checksums, so that streams can read it before the
     commit, which takes the same checksums. Raises SchemaError for a layer that the schema does not
     have, InvalidInput for a layer that was published before, StaleLease."""
@@ -38,10 +40,10 @@ def publish(slots: Sequence[Slot], lease: int, layer: int, timeout_s: float) -> 
         found = []
         for _, slot in part:
             hashing = partial(host_copy.hash_segments, slot.view, in_payload, algorithm)
-            found.append((yield Work(hashing)))
+            found.append(work(link, hashing))
         sums = b"".join(checksums.astype("<u8").tobytes() for checksums in found)
         numbers = [number for number, _ in part]
-        yield Call(messages.Publish(0, lease, numbers, segments, spans, sums), timeout_s)
+        link.call(messages.Publish(0, lease, numbers, segments, spans, sums), timeout_s)
         for (_, slot), checksums in zip(part, found, strict=True):
             slot.note_published(segments, checksums)
 

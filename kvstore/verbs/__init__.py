@@ -1,1 +1,1 @@
-"""The clients' verbs as generators without I/O, their argument checks, and their drivers."""
+"""The verbs of a client of one node, and their argument checks."""

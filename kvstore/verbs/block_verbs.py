@@ -1,11 +1,7 @@
-"""The client's verbs, written once for both clients.
+"""The verbs of a client of one node: what is asked over a link, and what is done with the bytes.
 
-A verb is a generator. It yields steps (`Call` a node and wait, `Post` a message, do some `Work` on
-bytes), receives each step's outcome, and returns its result. `Client` runs the steps one after the
-other; `AsyncClient` awaits them. Verbs do not depend on their driver, so both clients share them.
-A verb that is closed in the middle (GeneratorExit: an exception of a signal handler ended its
-driver) yields no further step: the leases and reservations that it had are released automatically
-(`lease_lifetime.py`).
+A verb that an exception ends in the middle gives back its leases and reservations, which otherwise
+also end when nobody refers to them any more (`lease_lifetime.py`).
 
 Verification. Under every policy, a verb checks each block's header before it returns the block's
 bytes: header checksum, key, parent, schema, namespace, generation, and the token ids, which are in
@@ -18,13 +14,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from tiffin.messenger.shm import host_copy
 
+from .. import deadlines
 from ..blocks.block_views import Block, Blocks, Selection, Slot, select_shard
 from ..blocks.leased_blocks import LeasedExtents, check
 from ..blocks.selection_copy import all_checksums, scatter_hashed, source_views
@@ -40,10 +36,12 @@ from .arguments import Verify, check_blocks, check_ttl
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from ..connection.node_link import NodeLink
     from ..format.key_space import KeySpace
     from ..format.keys import Prefix
     from ..format.schema import AnyShard
@@ -52,8 +50,7 @@ if TYPE_CHECKING:
 
 SAMPLE_BLOCKS = 16
 # The longest time that a node parks one request of a reader that waits for a writer; after it the
-# reader asks again. A remote node's thread notices a lost client only when it answers, and on a
-# daemon's socket the client's other threads get their turn between two requests.
+# reader asks again: a remote node's thread notices a lost client only when it answers.
 POLL_S = 2.0
 DEFAULT_TIMEOUT_S = 5.0
 
@@ -66,32 +63,16 @@ WORK_BLOCKS_MAX = 64
 # crowd out other writers' blocks while it is being written.
 PUT_SHARE = 4
 
-
-@dataclass(slots=True)
-class Call:
-    """A step: send `request`, wait up to `timeout_s` for its reply."""
-
-    request: messages.Request
-    timeout_s: float
-
-
-@dataclass(slots=True)
-class Post:
-    """A step: send `request` without waiting for a reply."""
-
-    request: messages.Request
-
-
-@dataclass(slots=True)
-class Work:
-    """A step: run `action`, which copies or hashes payload bytes and may take milliseconds."""
-
-    action: Callable[[], Any]
-
-
-Step = Call | Post | Work
 T = TypeVar("T")
-Verb = Generator[Step, Any, T]
+
+
+def work(link: NodeLink, action: Callable[[], T]) -> T:
+    """Run `action`, which copies or hashes bytes of the region and may take milliseconds: the time
+    is not the node's."""
+    began = time.monotonic()
+    outcome = link.gate.run(action)
+    deadlines.worked(time.monotonic() - began)
+    return outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +141,8 @@ class Access(NamedTuple):
 
 
 def match(
-    prefix: Prefix, timeout_s: float, *, writing: bool = False, at_least: int = 0
-) -> Verb[Hit]:
+    link: NodeLink, prefix: Prefix, timeout_s: float, *, writing: bool = False, at_least: int = 0
+) -> Hit:
     """Count the leading blocks that are resident, with `writing` also those that are being written.
     Waits for `at_least` so many."""
     if not len(prefix):
@@ -171,47 +152,47 @@ def match(
         began, left_s = time.monotonic(), until_s(deadline)
         wait_s = min(left_s, POLL_S) if at_least else 0.0
         request = messages.Match(0, _keys(prefix), writing, at_least, wait_s)
-        reply, _ = yield Call(request, left_s)
+        reply, _ = link.call(request, left_s)
         where, now = reply.flags, time.monotonic()
         # A node that does not wait must not be asked again and again.
         if len(where) >= at_least or now >= deadline or now - began < wait_s:
             return Hit(len(where), len(where) * prefix.schema.block_tokens, where)
 
 
-def exists(prefix: Prefix, timeout_s: float) -> Verb[list[bool]]:
+def exists(link: NodeLink, prefix: Prefix, timeout_s: float) -> list[bool]:
     """Tell for each block whether it is resident, regardless of the blocks before it."""
     if not len(prefix):
         return []
-    reply, _ = yield Call(messages.Exists(0, _keys(prefix)), timeout_s)
+    reply, _ = link.call(messages.Exists(0, _keys(prefix)), timeout_s)
     return [bool(flag) for flag in reply.flags]
 
 
-def pin(prefix: Prefix, level: int, ttl_s: float | None, timeout_s: float) -> Verb[int]:
+def pin(link: NodeLink, prefix: Prefix, level: int, ttl_s: float | None, timeout_s: float) -> int:
     """Pin or unpin the resident blocks."""
     until_s = check_ttl(ttl_s)
     if not len(prefix):
         return 0
     request = messages.Pin(0, _keys(prefix), level, until_s)
-    reply, _ = yield Call(request, timeout_s)
+    reply, _ = link.call(request, timeout_s)
     return int(reply.count)
 
 
-def remove(prefix: Prefix, timeout_s: float) -> Verb[int]:
+def remove(link: NodeLink, prefix: Prefix, timeout_s: float) -> int:
     """Remove the resident blocks."""
     if not len(prefix):
         return 0
-    reply, _ = yield Call(messages.Remove(0, _keys(prefix), timeout_s), timeout_s)
+    reply, _ = link.call(messages.Remove(0, _keys(prefix), timeout_s), timeout_s)
     return int(reply.count)
 
 
-def announce(space: KeySpace, timeout_s: float) -> Verb[None]:
+def announce(link: NodeLink, space: KeySpace, timeout_s: float) -> None:
     """Say what the keys of this client's blocks are made of."""
-    yield Call(messages.Announce(0, space.encoded()), timeout_s)
+    link.call(messages.Announce(0, space.encoded()), timeout_s)
 
 
-def statistics(timeout_s: float) -> Verb[dict[str, Any]]:
+def statistics(link: NodeLink, timeout_s: float) -> dict[str, Any]:
     """The node's tiers, counters and sessions."""
-    reply, _ = yield Call(messages.Statistics(0), timeout_s)
+    reply, _ = link.call(messages.Statistics(0), timeout_s)
     return cast("dict[str, Any]", reply.numbers)
 
 
@@ -219,19 +200,17 @@ def statistics(timeout_s: float) -> Verb[dict[str, Any]]:
 
 
 def get(
-    prefix: Prefix, access: Access, selection: Selection, timeout_s: float
-) -> Verb[tuple[Blocks, int]]:
+    link: NodeLink, prefix: Prefix, access: Access, selection: Selection, timeout_s: float
+) -> tuple[Blocks, int]:
     """Lease the leading blocks and view them in place. Returns them and the lease's id."""
     if not len(prefix):
         return Blocks(prefix, 0, None, _no_block), 0
-    reply, memory = yield Call(messages.Lease(0, _keys(prefix), timeout_s), timeout_s)
+    reply, memory = link.call(messages.Lease(0, _keys(prefix), timeout_s), timeout_s)
     leased = LeasedExtents(prefix, memory, reply)
     try:
-        good = yield from _checked(leased, access, selection, [])
-    except GeneratorExit:
-        raise
+        good = _checked(link, leased, access, selection, [])
     except BaseException:
-        yield Post(messages.Release(0, reply.lease))
+        link.post(messages.Release(0, reply.lease))
         raise
     reason = _why(reply.reason) if good == len(reply.offsets) else "corrupt"
     return Blocks(prefix, good, reason, partial(leased.block, selection)), reply.lease
@@ -242,12 +221,13 @@ def _no_block(index: int) -> Block:
 
 
 def get_into(
+    link: NodeLink,
     prefix: Prefix,
     access: Access,
     selection: Selection,
     targets: Sequence[Bytes],
     timeout_s: float,
-) -> Verb[Blocks]:
+) -> Blocks:
     """Copy the leading blocks into their targets; leases as many at a time as fit in the DRAM."""
     deadline = time.monotonic() + timeout_s
     generations: list[int] = []
@@ -259,17 +239,15 @@ def get_into(
             break
         rest = prefix[done:]
         left_s = until_s(deadline)
-        reply, memory = yield Call(messages.Lease(0, _keys(rest), left_s), left_s)
+        reply, memory = link.call(messages.Lease(0, _keys(rest), left_s), left_s)
         leased = LeasedExtents(rest, memory, reply)
         try:
-            good = yield from _checked(leased, access, selection, targets[done:])
-        except GeneratorExit:
-            raise
+            good = _checked(link, leased, access, selection, targets[done:])
         except BaseException:
-            yield Post(messages.Release(0, reply.lease))
+            link.post(messages.Release(0, reply.lease))
             raise
         if reply.lease:
-            yield Post(messages.Release(0, reply.lease))
+            link.post(messages.Release(0, reply.lease))
         generations += reply.generations[:good]
         reason = _why(reply.reason) if good == len(reply.offsets) else "corrupt"
         if not good or reason not in (None, "no_room"):
@@ -284,8 +262,12 @@ def get_into(
 
 
 def _checked(
-    leased: LeasedExtents, access: Access, selection: Selection, targets: Sequence[Bytes]
-) -> Verb[int]:
+    link: NodeLink,
+    leased: LeasedExtents,
+    access: Access,
+    selection: Selection,
+    targets: Sequence[Bytes],
+) -> int:
     """Check the leased blocks, and copy them if there are `targets`. Returns how many leading
     blocks were good, and reports the first corrupt one to the node."""
     count = len(leased.offsets)
@@ -295,10 +277,10 @@ def _checked(
         sample = [access.checks_payload() for _ in range(min(at_once, count - good))]
         action = partial(check, leased, selection, targets, good, sample)
         stop = good + len(sample)
-        good = (yield Work(action)) if targets or any(sample) else action()
+        good = work(link, action) if targets or any(sample) else action()
         if good < stop:
             key, generation = leased.prefix.keys[good], leased.generations[good]
-            yield Post(messages.Report(0, key, generation))
+            link.post(messages.Report(0, key, generation))
             break
     return good
 
@@ -307,15 +289,15 @@ def _checked(
 
 
 def put(
+    link: NodeLink,
     prefix: Prefix,
     payloads: Sequence[Any],
-    region_bytes: int,
     timeout_s: float,
     shard: AnyShard | None = None,
     *,
     until: float = math.inf,
     alone: bool = True,
-) -> Verb[PutResult]:
+) -> PutResult:
     """Copy payloads into the pool and checksum them on the way; resident blocks are skipped. Waits
     up to `timeout_s` for room; the put's own deadline may be later, `until`.
 
@@ -329,7 +311,7 @@ def put(
     views = source_views(selection, payloads, len(prefix))
     deadline = time.monotonic() + timeout_s
     until = deadline if until == math.inf else until
-    at_once = max(1, region_bytes // PUT_SHARE // schema.extent_bytes)
+    at_once = max(1, link.mapping.memory.nbytes // PUT_SHARE // schema.extent_bytes)
     if selection.shard is not None:
         at_once = min(at_once, shard_blocks_max(schema))
     outcome = empty_outcome()
@@ -341,10 +323,10 @@ def put(
             break
         part = prefix[position : position + at_once]
         try:
-            reply, slots = yield from _reserve(part, selection, deadline)
+            reply, slots = _reserve(link, part, selection, deadline)
             granted = True
             sources = [views[position + slot.index] for slot in slots]
-            flags = yield from _filled(part, reply.lease, slots, sources, until)
+            flags = _filled(link, part, reply.lease, slots, sources, until)
         except DeadlineExceeded:
             if not (alone and granted):
                 raise
@@ -359,22 +341,25 @@ def put(
 
 
 def _filled(
-    part: Prefix, lease: int, slots: list[Slot], sources: list[Bytes], deadline: float
-) -> Verb[bytes]:
+    link: NodeLink,
+    part: Prefix,
+    lease: int,
+    slots: list[Slot],
+    sources: list[Bytes],
+    deadline: float,
+) -> bytes:
     """Fill and commit reserved slots; after any error, abort the reservation."""
     if not slots:
         return b""
     headers: list[bytes] = []
     try:
         for slot, source in zip(slots, sources, strict=True):
-            headers.append((yield Work(partial(_fill, part, slot, source))))
+            headers.append(work(link, partial(_fill, part, slot, source)))
         # A node may be busy with other clients' commits at the deadline: twice the usual grace.
         left_s = until_s(deadline + GRACE_S)
-        reply, _ = yield Call(_commit(lease, slots, headers), left_s)
-    except GeneratorExit:
-        raise
+        reply, _ = link.call(_commit(lease, slots, headers), left_s)
     except BaseException:
-        yield Post(messages.Abort(0, lease))  # as `commit` does
+        link.post(messages.Abort(0, lease))  # as `commit` does
         raise
     return cast("bytes", reply.flags)
 
@@ -422,8 +407,13 @@ class ReservedSlots:
 
 
 def reserve(
-    prefix: Prefix, timeout_s: float, shard: AnyShard | None = None, *, copy: bool = False
-) -> Verb[ReservedSlots]:
+    link: NodeLink,
+    prefix: Prefix,
+    timeout_s: float,
+    shard: AnyShard | None = None,
+    *,
+    copy: bool = False,
+) -> ReservedSlots:
     """Reserve slots for the blocks that are not resident. `copy`: their bytes come from other nodes
     (`messages.Reserve`). Raises NoRoom."""
     selection = select_shard(prefix.schema, shard)
@@ -432,7 +422,7 @@ def reserve(
     if selection.shard is not None:
         check_shard_blocks(prefix)
     deadline = time.monotonic() + timeout_s
-    reply, slots = yield from _reserve(prefix, selection, deadline, copy=copy)
+    reply, slots = _reserve(link, prefix, selection, deadline, copy=copy)
     if not reply.statuses and reply.reason == Reason.NO_ROOM:
         raise NoRoom(
             f"no room for a block of {format_bytes(prefix.schema.extent_bytes)} within "
@@ -447,8 +437,12 @@ def reserve(
 
 
 def commit(
-    prefix: Prefix, slots: Sequence[Slot], lease: int, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> Verb[bytes]:
+    link: NodeLink,
+    prefix: Prefix,
+    slots: Sequence[Slot],
+    lease: int,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> bytes:
     """Make the blocks written in place visible, with checksums of what was not published before.
     Returns a `Kept` per slot."""
     if not slots:
@@ -459,13 +453,11 @@ def commit(
             if slot.skipped:
                 headers.append(b"")
             else:
-                headers.append((yield Work(partial(_seal_in_place, prefix, slot))))
-        reply, _ = yield Call(_commit(lease, slots, headers), timeout_s)
-    except GeneratorExit:
-        raise
+                headers.append(work(link, partial(_seal_in_place, prefix, slot)))
+        reply, _ = link.call(_commit(lease, slots, headers), timeout_s)
     except BaseException:
         # Also if the commit was never sent. If it was, the abort has no effect.
-        yield Post(messages.Abort(0, lease))
+        link.post(messages.Abort(0, lease))
         raise
     return cast("bytes", reply.flags)
 
@@ -490,13 +482,13 @@ def reserve_request(prefix: Prefix, selection: Selection, timeout_s: float) -> m
 
 
 def _reserve(
-    prefix: Prefix, selection: Selection, deadline: float, *, copy: bool = False
-) -> Verb[tuple[messages.Reserved, list[Slot]]]:
+    link: NodeLink, prefix: Prefix, selection: Selection, deadline: float, *, copy: bool = False
+) -> tuple[messages.Reserved, list[Slot]]:
     """Reserve extents; returns the node's reply and the slots that it granted."""
     left_s = until_s(deadline)
     request = reserve_request(prefix, selection, left_s)
     request.copy = copy
-    reply, memory = yield Call(request, left_s)
+    reply, memory = link.call(request, left_s)
     granted = [i for i, status in enumerate(reply.statuses) if status == ReserveStatus.GRANTED]
     size = prefix.schema.extent_bytes
     slots = [

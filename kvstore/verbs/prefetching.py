@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from ..deadlines import until_s
 from ..node.core import messages
 from ..node.core.records import IN_DRAM, Reason
-from .block_verbs import Call, Post, match
+from .block_verbs import match
 
 if TYPE_CHECKING:
+    from ..connection.node_link import NodeLink
     from ..format.keys import Prefix
-    from .block_verbs import Verb
 
 # How long a look waits for the node's answer.
 LOOK_S = 1.0
@@ -44,27 +44,27 @@ class PrefetchState:
         self._again_at = -math.inf
         self._blocked = False  # DRAM had no room when blocks were asked for last
 
-    def look(self) -> Verb[bool]:
+    def look(self, link: NodeLink) -> bool:
         """Count the blocks, and ask for those on NVMe."""
         if self.ended:
             return True
-        where = (yield from match(self.prefix, LOOK_S)).where
+        where = match(link, self.prefix, LOOK_S).where
         here = next((i for i, flag in enumerate(where) if not flag & IN_DRAM), len(where))
         self.resident = len(where)
         now = time.monotonic()
         if here < self.resident and self._again_at <= now < self.deadline:
             self._again_at = now + AGAIN_S
-            more, reason = yield from promote(self.prefix[here : self.resident], 0.0)
+            more, reason = promote(link, self.prefix[here : self.resident], 0.0)
             here += more
             self._blocked = reason == Reason.NO_ROOM
         return self._note(here, self.absence if here == self.resident else None)
 
-    def wait(self, timeout_s: float) -> Verb[bool]:
+    def wait(self, link: NodeLink, timeout_s: float) -> bool:
         """Wait until the blocks are in DRAM, no more of them can be, or the time is up."""
         if self.ended:
             return True
         left_s = min(timeout_s, until_s(self.deadline))
-        here, reason = yield from promote(self.prefix, left_s)
+        here, reason = promote(link, self.prefix, left_s)
         if reason in (Reason.MISS, Reason.BUSY):
             return self._note(here, self.absence)
         self._blocked = reason == Reason.NO_ROOM
@@ -89,14 +89,14 @@ class PrefetchState:
         return reason is not None and self.end(reason)
 
 
-def promote(prefix: Prefix, timeout_s: float) -> Verb[tuple[int, int]]:
+def promote(link: NodeLink, prefix: Prefix, timeout_s: float) -> tuple[int, int]:
     """Have the node promote the blocks from NVMe. Returns how many leading ones are in DRAM within
     `timeout_s`, and the `Reason` why not more; without time, the others are on their way then."""
     if not len(prefix):
         return 0, Reason.NONE
     request = messages.Lease(0, prefix.key_bytes, timeout_s)
-    reply, memory = yield Call(request, timeout_s)
+    reply, memory = link.call(request, timeout_s)
     if reply.lease:
-        yield Post(messages.Release(0, reply.lease))
+        link.post(messages.Release(0, reply.lease))
     del memory  # not before: what nobody refers to is given back by another way
     return len(reply.offsets), reply.reason

@@ -149,5 +149,11 @@ def calling() -> Caller:
     return _caller.get() or Caller()
 
 
+def given_up_with(end: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """During the block, a cut of this thread's call calls the callback `end` (`Caller.waits`)."""
+    caller = _caller.get()
+    return contextlib.nullcontext() if caller is None else caller.waits(end)
+
+
 _caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
 _here: ContextVar[PendingConnect | None] = ContextVar("opening", default=None)

@@ -137,7 +137,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         "deadlines",
         "connection.node_link",
-        "connection.async_node_link",
         "verbs.block_verbs",
         "pool.remote.peer",
         "pool.remote.remote_node",

@@ -221,15 +221,18 @@ class PoolClient:
         """Send a message directly, without the verbs."""
         if self.pool.kind == "pool":
             return self._home.call(request, timeout_s)
-        result = self.raw._link.call(request, timeout_s)
-        return result if self._loop is None else self._loop.run(result)
+        return self._link.call(request, timeout_s)
 
     @property
     def mapping(self) -> Mapping:
         """The DRAM of the node that takes puts, as this client maps it."""
-        link = self._home if self.pool.kind == "pool" else self.raw._link
+        link = self._home if self.pool.kind == "pool" else self._link
         mapping: Mapping = link.mapping
         return mapping
+
+    @property
+    def _link(self) -> Any:
+        return getattr(self.raw, "_client", self.raw)._link
 
     @property
     def _home(self) -> Any:

@@ -22,7 +22,7 @@ from ...format.header import MAX_HEADER_BYTES, MAX_SEGMENTS
 from ...format.key_space import SPACE_BYTES_MAX
 from .records import Reason
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 # Limits of one message, which the decoder checks whether a client or a node sent it. 65,536 keys
 # are 33 million tokens.
@@ -79,6 +79,10 @@ InventoryTiers = Annotated[bytes, Meta(max_length=INVENTORY_KEYS)]
 EVENTS_MAX = 16_384
 EventFlags = Annotated[bytes, Meta(max_length=EVENTS_MAX)]
 EventKeys = Annotated[bytes, Meta(max_length=16 * EVENTS_MAX)]
+# A session's connections on a unix socket: one for each call at a time.
+CONNECTIONS_MAX = 64
+# 16 times as many as a session may have.
+LeaseIds = Annotated[list[Natural], Meta(max_length=65_536)]
 # A node has some 20 kinds of statistics; the frame size bounds each of them.
 NestedNumbers = Annotated[dict[str, Any], Meta(max_length=256)]
 # A refusal's message: some human-readable lines, without control characters except tab and newline.
@@ -96,12 +100,12 @@ class Request(msgspec.Struct, array_like=True, forbid_unknown_fields=False, gc=F
 
 class Hello(Request, tag="hello"):
     """The first request of a connection. `pid` is for display only: the node asks the kernel
-    whether a process is dead.
+    whether a process is dead. `session`: 16 random bytes that the client's connections share; on a
+    unix socket `connection` is this one's number among them (`Settle`).
 
-    Over the network also: `session`, 16 random bytes that the client's connections share; `nonce`
-    and `proof` (`token_proofs.Greeting`); the configured address, `dialled`, and the address that
-    the client's connection reached, `reached`, both "host:port"; and `of_bytes`, whether block
-    bytes must have tags as well.
+    Over the network also: `nonce` and `proof` (`token_proofs.Greeting`); the configured address,
+    `dialled`, and the address that the client's connection reached, `reached`, both "host:port";
+    and `of_bytes`, whether block bytes must have tags as well.
     """
 
     version: int
@@ -113,6 +117,7 @@ class Hello(Request, tag="hello"):
     dialled: Address = ""
     reached: Address = ""
     of_bytes: bool = False
+    connection: Natural = 0
 
 
 class Match(Request, tag="match"):
@@ -307,6 +312,14 @@ class Spaces(Request, tag="spaces"):
     seq: Natural = 0
 
 
+class Settle(Request, tag="settle"):
+    """Close connections of this session whose calls the client gave up, and end what was granted
+    over them, but the leases in `live`. On a unix socket only."""
+
+    connections: Annotated[list[Natural], Meta(max_length=CONNECTIONS_MAX)]
+    live: LeaseIds
+
+
 class Goodbye(Request, tag="goodbye"):
     """Close the session: the client no longer accesses the region, and its leases end."""
 
@@ -335,6 +348,7 @@ AnyRequest = (
     | Drain
     | Announce
     | Spaces
+    | Settle
     | Goodbye
 )
 
@@ -353,9 +367,11 @@ class Challenge(Reply, tag="challenge"):
 
 
 class Welcome(Reply, tag="welcome"):
-    """The connection is open. On a unix socket the region's descriptor came with this frame; over
-    the network `proof` shows that the node has the token as well, `address` is the node's
-    advertised address, and `of_bytes` says whether block bytes have tags."""
+    """The connection is open. On a unix socket the region's descriptor came with this frame, if
+    this is the session's first connection; else `region_bytes` is 0. `session` is another with each
+    session that begins: a client that knows none of it has missed its beginning. Over the network
+    `proof` shows that the node has the token as well, `address` is the node's advertised address,
+    and `of_bytes` says whether block bytes have tags."""
 
     version: int
     node: Name
@@ -363,6 +379,7 @@ class Welcome(Reply, tag="welcome"):
     proof: Secret = b""
     address: Address = ""
     of_bytes: bool = False
+    session: Secret = b""
 
 
 class Flags(Reply, tag="flags"):

@@ -640,9 +640,8 @@ class NodeCore:
             self._let_go(lease.replicas)
 
     def give_back(self, session: Session, lease_ids: Iterable[int]) -> None:
-        """End those of `lease_ids` that a remote session still has, read and write leases alike;
-        in-flight transfers hold their replicas themselves."""
-        assert session.remote
+        """End those of `lease_ids` that a session still has, read and write leases alike, whose
+        memory its client does not touch; in-flight transfers hold their replicas themselves."""
         for lease in [session.leases[i] for i in lease_ids if i in session.leases]:
             self._end(lease)
             self._forget(lease)

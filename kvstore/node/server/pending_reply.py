@@ -31,7 +31,7 @@ class PendingReply(Generic[T]):
             late = self._late
             if not late:
                 self.reply = reply
-        self._arrived.release()
+                self._arrived.release()
         if late and self._too_late is not None:
             self._too_late(reply)
 
@@ -50,6 +50,9 @@ class PendingReply(Generic[T]):
             return self.reply
 
     def give_up(self) -> None:
-        """Give up: discard a reply that has arrived; a later one is too late."""
+        """Give up: discard a reply that has arrived; a later one is too late. A thread that waits
+        gets None."""
         with self._lock:
+            if not self._late and self.reply is None:
+                self._arrived.release()
             self._late, self.reply = True, None

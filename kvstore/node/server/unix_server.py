@@ -1,13 +1,19 @@
 """The unix socket server of a node daemon, in front of `Node.submit`.
 
-One event loop thread handles the protocol. A connection begins with `Hello`; its reply carries the
-DRAM region's descriptor, and from then on bulk bytes never pass through the socket. An error on a
-connection ends that connection: after a malformed frame the server sends a refusal and closes; when
-a frame does not become complete before its timeout, the server closes.
+One event loop thread handles the protocol. A connection begins with `Hello`; the reply to a
+session's first one carries the DRAM region's descriptor, and bulk bytes never pass through the
+socket. A client is a session of several connections, one for each call that it makes at a time, and
+its leases are the session's. A call that a client gave up, whatever it had come to, is over when
+the client says so on another connection (`Settle`): the connection is closed, and what was granted
+over it ends, but for the leases that the client knows.
+
+An error on a connection ends that connection: after a malformed frame the server sends a refusal
+and closes; when a frame does not become complete before its timeout, the server closes.
 
 Access control: the socket is 0600 in a 0700 directory, and the server also checks the peer's user
-id that the kernel reports. After a connection breaks, the kernel reports through a pidfd when the
-client's process is dead; until then extents that it could still write to stay quarantined.
+id that the kernel reports. After a session's last connection breaks, the kernel reports through a
+pidfd when the client's process is dead; until then extents that it could still write to stay
+quarantined.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import select
 import socket
 import struct
@@ -28,11 +35,13 @@ from tiffin.messenger.errors import FrameError
 from tiffin.messenger.log_rate_limit import Ration
 from tiffin.messenger.wire.framing import FrameDecoder, encode_frame
 
-from ...errors import InvalidInput, NodeUnavailable, ProtocolError, TiffinError, VersionMismatch
+from ...errors import InvalidInput, NodeUnavailable, ProtocolError, TiffinError
 from ..core import messages
+from ..node import LEASES_MAX
 from .socket_file import SocketFile
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from ..core.records import Session
@@ -42,9 +51,9 @@ log = logging.getLogger(__name__)
 log.addFilter(Ration())
 
 # One process per GPU and a few tools make some dozens; the default limit of descriptors is 1,024,
-# and each connection needs two.
+# and a session needs one besides its connections.
 CONNECTIONS_MAX = 400
-# Of these, for one process: its connections, and those that broke while it held leases. Without
+# Of these, for one process: its connections, and sessions that broke while it held leases. Without
 # this limit, one process that breaks connections could use up those of all clients.
 PROCESS_CONNECTIONS_MAX = 100
 # A frame of 1 MiB takes a millisecond on a unix socket; a client that needs this long is broken or
@@ -61,18 +70,77 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
 
 
+class ClientSession:
+    """One client's session at this server, and its open connections by number."""
+
+    def __init__(self, server: UnixServer, name: bytes, session: Session, pid: int) -> None:
+        self.name = name
+        self.began = secrets.token_bytes(16)  # `Welcome.session`
+        self.session = session
+        self.pid = pid
+        self.pidfd: int | None = None
+        self.polite = False  # the client said goodbye
+        self.connections: dict[int, ClientConnection] = {}
+        self._node = server.node
+        # Leases that were granted over each connection; some may have ended.
+        self._granted: dict[int, set[int]] = {}
+
+    def granted(self, number: int, lease: int) -> None:
+        """Note that a lease was granted over this connection."""
+        granted = self._granted.setdefault(number, set())
+        granted.add(lease)
+        if len(granted) > 2 * LEASES_MAX:
+            granted &= self._held(granted)
+
+    def _held(self, leases: Iterable[int]) -> set[int]:
+        return {lease for lease in leases if lease in self.session.leases}
+
+    def leave(self, number: int) -> bool:
+        """A connection has ended; what was granted over it goes on, until it is settled. Whether it
+        was the last one."""
+        was_here = self.connections.pop(number, None) is not None
+        if still := self._held(self._granted.pop(number, ())):
+            self._granted[number] = still
+        return was_here and not self.connections
+
+    def settle(self, request: messages.Settle, number: int) -> int:
+        """Carry out the request, which came over connection `number`; returns how many leases have
+        ended. What waits on a connection that has broken before ends at its own deadline."""
+        doubtful: set[int] = set()
+        lost = [one for one in request.connections if one != number]
+        for one in lost:
+            doubtful |= self._granted.pop(one, set())
+        gone = [self.connections.pop(one) for one in lost if one in self.connections]
+        self._node.withdraw(self.session, [one.reply for one in gone])
+        for connection in gone:
+            connection.hang_up()
+        ended = self._held(doubtful.difference(request.live))
+        self._node.give_back(self.session, ended)
+        return len(ended)
+
+    def hang_up(self) -> None:
+        """Abort all connections: the client's process is dead."""
+        for connection in list(self.connections.values()):
+            connection.hang_up()
+
+    def close(self) -> None:
+        """Close all connections, after a goodbye."""
+        self.polite = True
+        for connection in list(self.connections.values()):
+            connection.close()
+
+
 class ClientConnection(asyncio.BufferedProtocol):
-    """One client's connection."""
+    """One connection of a client."""
 
     def __init__(self, server: UnixServer) -> None:
         self._server = server
         self._node = server.node
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport | None = None
-        self._session: Session | None = None
-        self._pidfd: int | None = None
+        self._client: ClientSession | None = None
+        self._number = 0
         self._loop_thread = threading.get_ident()
-        self._polite = False
         self.pid = 0
         # Since when an incomplete frame waits for its rest, or the connection for its hello.
         self.waiting_since: float | None = time.monotonic()
@@ -89,14 +157,10 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._server.check_room(self.pid)
             if uid not in (0, os.getuid()):
                 raise InvalidInput(f"user {uid} may not use a node of user {os.getuid()}")
-            self._pidfd = _pidfd(sock, self.pid)
         except TiffinError as error:
             self._refuse(0, error)
         else:
             self._server.connections.add(self)
-            if self._pidfd is not None:
-                # A socket can outlive its process, in a child that inherited it.
-                self._server.loop.add_reader(self._pidfd, self.hang_up)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """The buffer into which the loop receives."""
@@ -112,7 +176,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         except _NOT_A_REQUEST as error:
             self._refuse(0, ProtocolError(f"not a request: {error}"))
             return
-        if self._session is None:
+        if self._client is None:
             return
         if not self._decoder.pending_bytes:
             self.waiting_since = None
@@ -131,23 +195,14 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the session, now or when its process is dead."""
+        """Leave the session."""
         self._server.connections.discard(self)
-        if self._session is not None and not self._polite:
-            self._polite = self._left_a_goodbye()
+        client = self._client
+        if client is not None:
+            client.polite = client.polite or self._left_a_goodbye()
+            if client.leave(self._number):
+                self._server.ended(client)
         self._transport = None
-        session, self._session = self._session, None
-        pidfd, self._pidfd = self._pidfd, None
-        if pidfd is not None:
-            self._server.loop.remove_reader(pidfd)
-        if session is None:
-            _close(pidfd)
-            return
-        dead = self._polite or pidfd is None or _exited(pidfd)
-        if self._node.disconnect(session, fenced=dead) or pidfd is None:
-            _close(pidfd)
-        else:
-            self._server.fence_at_exit(pidfd, self.pid, session)
 
     def _left_a_goodbye(self) -> bool:
         """Whether the unread requests include a goodbye. If a client closes while a reply to it is
@@ -168,39 +223,46 @@ class ClientConnection(asyncio.BufferedProtocol):
     # -- requests ----------------------------------------------------------------------------------
 
     def _request(self, request: messages.Request) -> None:
-        if self._session is not None and isinstance(request, messages.Goodbye):
-            self._polite = True
+        client = self._client
+        if client is not None and isinstance(request, messages.Goodbye):
+            client.polite = True
         if self._transport is None or self._transport.is_closing():
             return
-        if self._session is not None and not isinstance(request, messages.Hello):
-            if isinstance(request, messages.Goodbye):
-                self._transport.close()
-            else:
-                self._node.submit(self._session, request, self.reply)
-        elif self._session is None and isinstance(request, messages.Hello):
+        if client is None and isinstance(request, messages.Hello):
             self._hello(request)
-        else:
+        elif client is None or isinstance(request, messages.Hello):
             self._refuse(request.id, ProtocolError("a connection begins with one hello"))
+        elif isinstance(request, messages.Goodbye):
+            client.close()
+        elif isinstance(request, messages.Settle):
+            self.reply(messages.Done(request.id, client.settle(request, self._number)))
+        else:
+            self._node.submit(client.session, request, self.reply)
 
     def _hello(self, hello: messages.Hello) -> None:
+        assert self._transport is not None
+        sock = self._transport.get_extra_info("socket")
         try:
             messages.check_version(hello.version, "the client", "this node")
-        except VersionMismatch as error:
+            client, is_new = self._server.join(self, hello, sock)
+        except TiffinError as error:
             self._refuse(hello.id, error)
             return
-        self._session = self._node.connect(hello.name, hello.pid)
-        region = self._node.dram.region
+        self._client, self._number = client, hello.connection
+        region, version = self._node.dram.region, messages.PROTOCOL_VERSION
+        region_bytes = region.nbytes if is_new else 0
         welcome = messages.Welcome(
-            hello.id, messages.PROTOCOL_VERSION, self._node.name, region.nbytes
+            hello.id, version, self._node.name, region_bytes, session=client.began
         )
-        assert self._transport is not None
+        if not is_new:
+            self._write(welcome)
+            return
         # Nothing was written yet, so the transport's buffer is empty and the descriptor can be sent
         # directly on the socket with the frame.
-        descriptor = os.dup(self._transport.get_extra_info("socket").fileno())
         try:
-            with socket.socket(fileno=descriptor) as sock:
+            with socket.socket(fileno=os.dup(sock.fileno())) as direct:
                 frame = encode_frame(messages.encoder.encode(welcome))
-                socket.send_fds(sock, [frame], [region.fd])
+                socket.send_fds(direct, [frame], [region.fd])
         except OSError as error:
             log.warning("a client left during its hello: %s", error)
             self._transport.abort()
@@ -216,8 +278,14 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._server.loop.call_soon_threadsafe(self._write, reply)
 
     def _write(self, reply: messages.AnyReply) -> None:
+        client, lease = self._client, getattr(reply, "lease", 0)
         if self._transport is not None and not self._transport.is_closing():
+            if client is not None and lease:
+                client.granted(self._number, lease)
             self._transport.write(encode_frame(messages.encoder.encode(reply)))
+        elif client is not None and lease:
+            # Later: the node may be in the middle of the request.
+            self._server.loop.call_soon(self._node.give_back, client.session, (lease,))
 
     def _refuse(self, request_id: int, error: TiffinError) -> None:
         """Send a refusal and close the connection."""
@@ -226,8 +294,13 @@ class ClientConnection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
 
+    def close(self) -> None:
+        """Close the connection when its replies are sent."""
+        if self._transport is not None:
+            self._transport.close()
+
     def hang_up(self) -> None:
-        """Abort the connection: the client was too slow, or its process is dead."""
+        """Abort the connection: the client was too slow or gave it up, or its process is dead."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -243,6 +316,7 @@ class UnixServer:
         self.node = node
         self._file = SocketFile(path)
         self.connections: set[ClientConnection] = set()
+        self._clients: dict[bytes, ClientSession] = {}
         self.loop = asyncio.get_running_loop()
         self._listener: asyncio.AbstractServer | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -292,11 +366,44 @@ class UnixServer:
                 "it held leases; close clients, or restart it"
             )
 
-    def fence_at_exit(self, pidfd: int, pid: int, session: Session) -> None:
-        """Fence a session whose connection broke, which frees its extents, once its process is
-        dead."""
-        self._awaited[pidfd] = pid, session
-        self.loop.add_reader(pidfd, self._exited, pidfd)
+    def join(
+        self, connection: ClientConnection, hello: messages.Hello, sock: socket.socket
+    ) -> tuple[ClientSession, bool]:
+        """The session of a connection's hello, and whether it is new. Raises NodeUnavailable,
+        InvalidInput, ProtocolError."""
+        name = hello.session or secrets.token_bytes(16)
+        client = self._clients.get(name)
+        is_new = client is None
+        if client is None:
+            pidfd = _pidfd(sock, connection.pid)
+            session = self.node.connect(hello.name, hello.pid)
+            client = self._clients[name] = ClientSession(self, name, session, connection.pid)
+            client.pidfd = pidfd
+            if pidfd is not None:
+                # A socket can outlive its process, in a child that inherited it.
+                self.loop.add_reader(pidfd, client.hang_up)
+        elif client.pid != connection.pid:
+            raise InvalidInput("this session is another process's: open a client of your own")
+        elif len(client.connections) >= messages.CONNECTIONS_MAX:
+            raise NodeUnavailable(f"a client has at most {messages.CONNECTIONS_MAX} connections")
+        elif hello.connection in client.connections:
+            raise ProtocolError(f"this session has a connection {hello.connection} already")
+        client.connections[hello.connection] = connection
+        return client, is_new
+
+    def ended(self, client: ClientSession) -> None:
+        """End a session whose last connection has ended, now or when its process is dead."""
+        del self._clients[client.name]
+        pidfd, session = client.pidfd, client.session
+        if pidfd is None:
+            self.node.disconnect(session, fenced=True)
+            return
+        self.loop.remove_reader(pidfd)
+        if self.node.disconnect(session, fenced=client.polite or _has_exited(pidfd)):
+            os.close(pidfd)
+        else:
+            self._awaited[pidfd] = client.pid, session
+            self.loop.add_reader(pidfd, self._exited, pidfd)
 
     def _exited(self, pidfd: int) -> None:
         _, session = self._awaited.pop(pidfd)
@@ -351,12 +458,7 @@ def _pidfd(sock: socket.socket, pid: int) -> int | None:
     return None
 
 
-def _exited(pidfd: int) -> bool:
+def _has_exited(pidfd: int) -> bool:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(0))
-
-
-def _close(descriptor: int | None) -> None:
-    if descriptor is not None:
-        os.close(descriptor)

@@ -8,13 +8,12 @@ serve waits for it, everything else goes to another node while it is silent.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ...client.client import LeasedBlocks
 from ...deadlines import until_s
 from ...errors import DeadlineExceeded, NoRoom
 from ...verbs import block_verbs
-from ...verbs.drivers import drive
 from ..read_results import ReadOutcome
 from .home_link import HomeLink
 from .read_through import HomeCopies
@@ -28,13 +27,14 @@ if TYPE_CHECKING:
     from ...format.keys import Prefix
     from ...format.schema import Shard
     from ...node.core import messages
-    from ...verbs.block_verbs import PutResult, ReservedSlots, Verb
+    from ...verbs.block_verbs import PutResult, ReservedSlots
     from ..read_results import Reader
     from ..remote.block_write import BlockSeals
     from ..replica_choice import ReplicaRun
     from ..verb_driver import VerbDriver
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Home(HomeLink):
@@ -53,11 +53,11 @@ class Home(HomeLink):
         self._copies = HomeCopies(admission)
         self.wants, self.saw = self._copies.wants, self._copies.saw
 
-    def ask(self, verb: Verb[T], otherwise: T) -> T:
+    def ask(self, otherwise: U, verb: Callable[..., T], *args: Any, **options: Any) -> T | U:
         """The verb's result; `otherwise` if the node does not answer, so that the caller can ask
         other nodes."""
         try:
-            return drive(verb, self)
+            return verb(self, *args, **options)
         except (ConnectionError, DeadlineExceeded):
             return otherwise
 
@@ -69,14 +69,14 @@ class Home(HomeLink):
         left_s = until_s(deadline)
         how = prefix, reader.access, reader.selection
         if reader.leases is not None:
-            leased = self.ask(block_verbs.get(*how, left_s), None)
+            leased = self.ask(None, block_verbs.get, *how, left_s)
             if leased is None:
                 return ReadOutcome(0, "lost")
             blocks, lease = leased
             reader.leases.append(LeasedBlocks(blocks, lease, self))
             return ReadOutcome(len(blocks), blocks.reason, answered=True)
         targets = [reader.memory(index) for index in range(run.start, run.stop)]
-        copied = self.ask(block_verbs.get_into(*how, targets, left_s), None)
+        copied = self.ask(None, block_verbs.get_into, *how, targets, left_s)
         if copied is None:
             return ReadOutcome(0, "lost")
         generations = [block.generation for block in copied]
@@ -99,11 +99,9 @@ class Home(HomeLink):
         `room_s`, and another node could take the blocks. `patient`: the reservation can't go to
         another node. Raises the node's error if no other node could take them."""
         elsewhere = not patient and self._others(takes_room=True)
-        verb = block_verbs.reserve(
-            prefix, min(room_s, timeout_s) if elsewhere else timeout_s, shard
-        )
+        link, room_s = self.patient if patient else self, min(room_s, timeout_s)
         try:
-            return drive(verb, self.patient if patient else self)
+            return block_verbs.reserve(link, prefix, room_s if elsewhere else timeout_s, shard)
         except (ConnectionError, DeadlineExceeded, NoRoom):
             if patient or not self._others(takes_room=True):
                 raise
@@ -113,9 +111,9 @@ class Home(HomeLink):
         self, seals: BlockSeals, room_s: float, deadline: float, *, patient: bool = False
     ) -> PutResult:
         """See `ReplicaNode.put`."""
-        how = self.mapping.memory.nbytes, room_s, seals.selection.shard
-        verb = block_verbs.put(seals.prefix, seals.payloads, *how, until=deadline, alone=patient)
-        return drive(verb, self.patient if patient else self)
+        what, shard = (seals.prefix, seals.payloads), seals.selection.shard
+        link = self.patient if patient else self
+        return block_verbs.put(link, *what, room_s, shard, until=deadline, alone=patient)
 
     @property
     def patient(self) -> NodeLink:

@@ -13,7 +13,6 @@ and the link gives back every lease or reservation that it grants too late.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -22,7 +21,6 @@ import msgspec
 
 from tiffin.messenger.tcp.pending_connect import calling
 
-from ... import deadlines
 from ...connection.lease_lifetime import undo
 from ...connection.node_link import CallGate, open_links
 from ...deadlines import GRACE_S
@@ -35,9 +33,7 @@ from ...errors import (
 )
 from ...health import Health
 from ...node.core import messages
-from ...node.core.node_core import ReserveStatus
 from ...node.core.records import Reason
-from .fair_turns import FairTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +69,7 @@ class HomeLink:
 
     The call that finds it silent raises DeadlineExceeded; later calls raise NodeUnavailable at once
     until the home node has answered again. While the pool has no other node, each call waits for
-    its whole `timeout_s`. Thread-safe; calls take turns.
+    its whole `timeout_s`. Thread-safe.
     """
 
     def __init__(
@@ -88,7 +84,6 @@ class HomeLink:
         self._driver = driver
         self._share_s = max(0.0, driver.options.hedge_s - GRACE_S)  # links wait GRACE_S longer
         self._first_slice_s = min(SLICE_MAX_S, driver.options.hedge_s / 2)
-        self._due = math.inf  # by when the node should have answered the call in flight
         self.forget()
         self.gate = link.gate
         open_links.add(self)
@@ -96,10 +91,10 @@ class HomeLink:
     def forget(self) -> None:
         """In a forked child: start with new locks, since the threads that held them and the
         listener are the parent's."""
-        self._turns, self._state = FairTurns(), threading.Lock()
+        self._state = threading.Lock()
         self._closing, self.gate = threading.Event(), CallGate()
         self._listener: threading.Thread | None = None
-        self.away, self._due = False, math.inf
+        self.away = False
 
     # -- the link --------------------------------------------------------------------------------
 
@@ -138,7 +133,6 @@ class HomeLink:
         if not patient and (self.away or once):
             patient = not self._others(isinstance(request, _TAKES_ROOM))
         slice_s = self._first_slice_s
-        given_up = False
         while True:
             if calling().was_cut:
                 raise ClientClosed("not asked any more: the call was given up")
@@ -150,21 +144,17 @@ class HomeLink:
             else:
                 wait_s = left_s if patient else min(left_s, self._bound_s(request))
             try:
-                answer = self._ask_once(request, wait_s, end, patient=patient)
+                answer = self._ask_once(request, wait_s, patient=patient)
             except (DeadlineExceeded, NodeUnavailable):
                 if once or not self.away or time.monotonic() >= end:
                     raise
                 patient = patient or not self._others(isinstance(request, _TAKES_ROOM))
                 if not patient:
                     raise
-                given_up = True
             else:
                 waited = time.monotonic() - began >= wait_s
-                ours = given_up and _is_busy(answer.reply)
-                if not ours and (wait_s >= left_s or not (waited and _may_get_more(answer.reply))):
+                if wait_s >= left_s or not (waited and _may_get_more(answer.reply)):
                     return answer
-                # Late replies arrived before this one, and the link gave back what they granted.
-                given_up = False
                 correction = undo(answer.reply)
                 if correction is not None:
                     self.post(correction)
@@ -173,18 +163,19 @@ class HomeLink:
     def _bound_s(self, request: messages.Request) -> float:
         return COMMIT_S if isinstance(request, messages.Commit) else self._share_s
 
-    def _ask_once(
-        self, request: messages.Request, wait_s: float, end: float, *, patient: bool
-    ) -> NodeAnswer:
-        ticket = self._take_turn(end, patient=patient)
+    def _ask_once(self, request: messages.Request, wait_s: float, *, patient: bool) -> NodeAnswer:
+        if self.away and not patient:
+            raise NodeUnavailable(
+                "home does not answer and is left alone until it does; if it hangs, restart it"
+            )
         began = time.monotonic()
-        waits_s = wait_s if isinstance(request, _MAY_WAIT) else min(wait_s, self._share_s)
-        self._due = began + waits_s + GRACE_S
         try:
             answer = self._link.call(request, wait_s)
         except (ClientBusy, ClientClosed):
             raise
         except (DeadlineExceeded, ConnectionError) as error:
+            if calling().was_cut:  # no sign of a silent node
+                raise
             # A retry of a connection that is refused at once costs nothing: the next call finds a
             # restarted node.
             refused = isinstance(error, ConnectionError) and time.monotonic() - began < GRACE_S
@@ -193,45 +184,8 @@ class HomeLink:
         except TiffinError:
             self._got_answer()
             raise
-        finally:
-            self._due = math.inf
-            self._turns.leave(ticket)
         self._got_answer()
         return answer
-
-    def _take_turn(self, end: float, *, patient: bool) -> threading.Lock:
-        """Wait for a turn while the home node answers the calls of other threads in time; the
-        ticket for `leave`. Raises DeadlineExceeded, NodeUnavailable."""
-        ticket = self._turns.enter()
-        try:
-            self._wait_for_turn(ticket, end, patient=patient)
-        except BaseException:
-            self._turns.leave(ticket)
-            raise
-        return ticket
-
-    def _wait_for_turn(self, ticket: threading.Lock, end: float, *, patient: bool) -> None:
-        end = min(end + GRACE_S, deadlines.end())
-        while not self._turns.wait(ticket, self._nap_s(end, patient=patient)):
-            now = time.monotonic()
-            if now >= end:
-                raise ClientBusy("calls of other threads took all the time at home")
-            if now >= self._due and not patient:
-                self._got_nothing("it has not answered another thread's call", silent=True)
-                break
-        else:
-            if patient or not self.away:
-                return
-        raise NodeUnavailable(
-            "home does not answer and is left alone until it does; if it hangs, restart it"
-        )
-
-    def _nap_s(self, end: float, *, patient: bool) -> float:
-        """How long to wait for a turn before checking the clock again: `_due` may be that of
-        another thread's call by then."""
-        now = time.monotonic()
-        until = end if patient else min(self._due, end)
-        return max(0.0, min(GRACE_S, until - now))
 
     # -- its health ------------------------------------------------------------------------------
 
@@ -278,18 +232,13 @@ class HomeLink:
 
     def _listen(self) -> None:
         """Poll a silent home node at once, in case it was only late, then with the rests of its
-        `Health` until it answers. Its late replies arrive with that answer, and the link gives back
-        what they granted."""
+        `Health` until it answers. The link gives back first what the node granted too late."""
         while True:
             while self.away and not self._answers():
                 now = time.monotonic()
                 self._health.failed(now)
                 if self._closing.wait(self._health.retry_at - now):
                     return
-            # An earlier request may still wait at the node for a slice: receive its reply as well.
-            if self._closing.wait(SLICE_MAX_S):
-                return
-            self._answers()
             with self._state:
                 if not self.away:
                     self._listener = None
@@ -299,18 +248,12 @@ class HomeLink:
         """Send one request whose answer is empty; whether there is no reason to poll again."""
         question = messages.Match(0, b"")
         try:
-            self._ask_once(question, LISTEN_S, time.monotonic() + LISTEN_S, patient=True)
+            self._ask_once(question, LISTEN_S, patient=True)
         except ClientClosed:
             return True
         except TiffinError as error:
             log.debug("home is still silent: %s", error)
         return not self.away
-
-
-def _is_busy(reply: messages.AnyReply) -> bool:
-    """Whether another reservation holds some of these blocks: perhaps this client's own, from an
-    earlier request that timed out."""
-    return isinstance(reply, messages.Reserved) and ReserveStatus.BUSY in reply.statuses
 
 
 def _may_get_more(reply: messages.AnyReply) -> bool:

@@ -10,8 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ... import deadlines
-from ...client.prefetch_handles import AsyncPrefetch, Prefetch
-from ...connection.loop_threads import abandonable
+from ...client.prefetch_handles import Prefetch
 from ...deadlines import until_s
 from ...errors import (
     ClientClosed,
@@ -24,7 +23,6 @@ from ...errors import (
 )
 from ...verbs.arguments import verb
 from ...verbs.block_verbs import DEFAULT_TIMEOUT_S
-from ...verbs.drivers import drive
 from ..pool_verbs import leading
 from ..replication.replication_requests import pull_from_any
 from ..signal_safe_verbs import in_one_piece
@@ -64,25 +62,6 @@ class HomePrefetch(Prefetch):
         wait([self._work], deadlines.left_s(timeout_s))
         self._check_open()
         return self.ended
-
-
-class AsyncHomePrefetch(AsyncPrefetch):
-    """What `AsyncPoolClient.prefetch` returns."""
-
-    def __init__(self, prefetch: HomePrefetch) -> None:
-        self._state = prefetch._state
-        self._check_client = prefetch._check_open
-        self._prefetch = prefetch
-
-    @verb
-    async def poll(self) -> bool:
-        """See `HomePrefetch.poll`."""
-        return self._prefetch.poll()
-
-    @verb
-    async def wait(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
-        """See `Prefetch.wait`."""
-        return await abandonable(partial(self._prefetch.wait, timeout_s=timeout_s))
 
 
 class HomePrefetches:
@@ -127,11 +106,11 @@ class HomePrefetches:
 
     def _bring(self, state: PrefetchState, home: Home) -> None:
         state.absence, before, reason = None, -1, "miss"
-        while not drive(state.look(), home) and state.resident > before:
+        while not state.look(home) and state.resident > before:
             before = state.resident
             reason = self._pull(state, home)  # up to the next block that home has already
         state.absence = reason
-        while not drive(state.look(), home) and not self._closing.wait(LOOK_EVERY_S):
+        while not state.look(home) and not self._closing.wait(LOOK_EVERY_S):
             pass
 
     def _pull(self, state: PrefetchState, home: Home) -> str:

@@ -15,7 +15,6 @@ from ...node.core import messages
 from ...url import ADMISSIONS
 from ...verbs import block_verbs as local_verbs
 from ...verbs.block_verbs import Access
-from ...verbs.drivers import drive
 from ..read_results import Reader
 
 if TYPE_CHECKING:
@@ -81,8 +80,7 @@ class HomeCopies:
         left_s = until_s(deadline)
         try:
             # Before the blocks are leased: a removal ends the reservation (`messages.Reserve`).
-            reserving = local_verbs.reserve(part, min(left_s, ROOM_WAIT_S), copy=True)
-            reserved = drive(reserving, home)
+            reserved = local_verbs.reserve(home, part, min(left_s, ROOM_WAIT_S), copy=True)
         except TiffinError as error:
             log.debug("nothing is copied home: %s", error)
             return 0
@@ -103,7 +101,7 @@ class HomeCopies:
                 _skip(slots, first + outcome.blocks, stop)
                 missing = first + outcome.blocks < stop
             left_s = until_s(deadline)
-            flags = drive(local_verbs.commit(part, reserved.slots, reserved.lease, left_s), home)
+            flags = local_verbs.commit(home, part, reserved.slots, reserved.lease, left_s)
         except BaseException as error:
             if reserved.lease:
                 home.post(messages.Abort(0, reserved.lease))

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ...blocks.block_views import Selection
     from ...format.keys import Prefix
     from ...format.schema import HeadRange
-    from ...verbs.block_verbs import Access, Verb
+    from ...verbs.block_verbs import Access
     from .peer import Peer
 
     Bytes = NDArray[np.uint8]
@@ -86,8 +86,7 @@ class RemoteSource(NodeSource):
             self._connected = self._connect(self.node)
         return self._connected
 
-    def _lease(self, request: messages.Lease) -> Verb[messages.Leased]:
-        yield from ()
+    def _lease(self, request: messages.Lease) -> messages.Leased:
         deadline = time.monotonic() + deadlines.left_s(request.timeout_s + GRACE_S)
         with self._stream(deadline) as stream:
             self._use(stream)
@@ -105,17 +104,17 @@ class RemoteSource(NodeSource):
             raise ProtocolError(f"extents of {reply.lengths} bytes; blocks have {size}")
         return reply
 
-    def advance(self) -> Verb[StreamedLayer | None]:
+    def advance(self) -> StreamedLayer | None:
         """See `LayerSource.advance`."""
-        yield from self.begin()
+        self.begin()
         if self._prefetcher is None or not self.count:
-            return (yield from super().advance())
+            return super().advance()
         return self._prefetcher.take()
 
     def _fetch(self) -> StreamedLayer | None:
         """The next layer, in the prefetching thread."""
         try:
-            return at_once(super().advance())
+            return super().advance()
         except DeadlineExceeded as error:
             if self.overdue:
                 raise FetchTimedOut(error) from error
@@ -128,8 +127,7 @@ class RemoteSource(NodeSource):
 
     def _ask(
         self, request: messages.Await, selection: Selection | None
-    ) -> Verb[tuple[messages.Awaited, list[Any]]]:
-        yield from ()
+    ) -> tuple[messages.Awaited, list[Any]]:
         ranges: list[Range] = []
         memories: list[Bytes] = []
         targets: list[Bytes] = []
@@ -245,14 +243,14 @@ class RemoteSource(NodeSource):
         if self._prefetcher is not None:
             self._prefetcher.halt()
 
-    def end(self) -> Verb[None]:
+    def end(self) -> None:
         """See `LayerSource.end`. Returns when no thread receives anything any more."""
         if self._ended:
             return
         if self._prefetcher is not None:
             self._prefetcher.halt()
         # The release makes the node answer a parked await, so that its connection stays usable.
-        yield from super().end()
+        super().end()
         if (
             self._prefetcher is not None
             and self._prefetcher.stop(self._cut)
@@ -260,19 +258,8 @@ class RemoteSource(NodeSource):
         ):
             self._peer.post(messages.Release(0, self._leased.lease))  # the first may be lost
 
-    def _work(self, action: Callable[[], Any]) -> Verb[Any]:
-        yield from ()
+    def _work(self, action: Callable[[], Any]) -> Any:
         return action()
 
-    def _post(self, request: messages.Request) -> Verb[None]:
-        yield from ()
+    def _post(self, request: messages.Request) -> None:
         self._peer.post(request)
-
-
-def at_once(verb: Verb[T]) -> T:
-    """The result of a verb that has no steps."""
-    try:
-        step = next(verb)
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
-    raise AssertionError(f"{step} can't be carried out here")

@@ -333,7 +333,7 @@ class TestTimes:
         prefix, bad = fresh_prefix(1), [-1, math.nan, 3601]
         with Client.open(shared_daemon(PoolOptions()).url) as client:
             link: Any = client._link
-            connection = link._connection
+            (connection,) = link._connections._idle
             for timeout_s in bad:
                 for verb in verbs(client, prefix, timeout_s):
                     with pytest.raises(InvalidInput):
@@ -341,7 +341,7 @@ class TestTimes:
             with pytest.raises(InvalidInput):
                 client.pin(prefix, ttl_s=math.nan)
             assert client.match(prefix).blocks == 0
-            assert link._connection is connection
+            assert link._connections._idle == [connection]
 
     def test_a_name_is_short_text(self, shared_daemon: Any) -> None:
         bad: Any

@@ -17,6 +17,7 @@ from kvsupport import fresh_prefix as fresh
 from poolsupport import LARGE, Cluster, Member
 
 from tiffin.kvstore import Client
+from tiffin.kvstore.client.async_client import CALLS
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.deadlines import GRACE_S
 from tiffin.kvstore.errors import (
@@ -29,7 +30,7 @@ from tiffin.kvstore.errors import (
     TiffinError,
 )
 from tiffin.kvstore.node.core import messages
-from tiffin.kvstore.pool.async_client import CALLS, AsyncPoolClient
+from tiffin.kvstore.pool.async_client import AsyncPoolClient
 from tiffin.kvstore.pool.client import PoolClient
 from tiffin.kvstore.pool.members import FixedMembers
 from tiffin.kvstore.pool.remote.nixl_reads import OneSided

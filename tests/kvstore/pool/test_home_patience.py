@@ -26,7 +26,6 @@ from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable, StaleLease
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.records import Reason
 from tiffin.kvstore.pool.home import home_link
-from tiffin.kvstore.pool.home.fair_turns import FairTurns
 from tiffin.kvstore.pool.home.home import Home
 from tiffin.kvstore.pool.home.home_link import SLICE_MAX_S
 from tiffin.kvstore.pool.link_health import Links
@@ -222,7 +221,7 @@ class TestPatience:
                 home.call(messages.Commit(0, 1), 5.0)
             assert not home.lost
 
-    def test_a_turn_is_waited_for_while_home_is_well(self, never_late: None) -> None:
+    def test_others_are_answered_while_one_waits_for_room(self, never_late: None) -> None:
         """If one thread waits for room, another thread does not give up."""
         slices = [no_room] * 3
 
@@ -238,39 +237,6 @@ class TestPatience:
             home.call(messages.Match(0, b""), 20.0)
             writer.result()
             assert not home.away
-
-    def test_turns_are_taken_in_the_order_of_coming(self) -> None:
-        """Also if another caller comes back again and again for one more slice."""
-        turns = FairTurns()
-        slicing = turns.enter()
-        assert turns.wait(slicing, 0.0)
-        first, impatient, last = turns.enter(), turns.enter(), turns.enter()
-        assert not turns.wait(first, 0.0)
-        turns.leave(slicing)
-        again = turns.enter()
-        assert [turns.wait(t, 0.0) for t in (again, last, impatient, first)] == [False] * 3 + [True]
-        turns.leave(impatient)  # it has stopped waiting
-        turns.leave(first)
-        assert [turns.wait(t, 0.0) for t in (again, last)] == [False, True]
-        turns.leave(last)
-        # A caller may leave without having noticed that it has its turn.
-        turns.leave(again)
-        assert len(turns) == 0
-        assert turns.wait(turns.enter(), 0.0)
-
-    def test_who_waits_in_slices_lets_others_in_between(self, never_late: None) -> None:
-        def slow(request: Any, timeout_s: float) -> Any:
-            wait_until(lambda: len(home._turns) == 2, "another waits for its turn")
-            return no_room(request, timeout_s)
-
-        link = Scripted(slow, flags, leased(Reason.NONE, 3))
-        with home_of(link) as home:
-            writer = Background(lambda: home.call(self.RESERVE, 20.0))
-            wait_until(lambda: link.asked, "it waits")
-            home.call(messages.Match(0, b""), 20.0)
-            writer.result()
-        kinds = [type(request) for request, _ in link.asked]
-        assert kinds == [messages.Reserve, messages.Match, messages.Reserve]
 
     def test_without_a_thread_to_listen_each_call_asks(
         self, monkeypatch: pytest.MonkeyPatch
@@ -312,23 +278,6 @@ class TestPatience:
             with pytest.raises(NodeUnavailable, match="left alone"):
                 home.call(self.LEASE, 20.0)
 
-    def test_a_turn_is_not_waited_for_behind_a_silent_one(self) -> None:
-        go = threading.Event()
-
-        def held(request: Any, timeout_s: float) -> Any:
-            assert go.wait(30)
-            return messages.Flags(0, b"\1")
-
-        with home_of(Scripted(held, flags)) as home:
-            commit = Background(lambda: home.patient.call(messages.Commit(0, 1), 20.0))
-            wait_until(lambda: len(home._turns), "it waits for its commit")
-            with pytest.raises(NodeUnavailable, match="left alone"):
-                home.call(self.LEASE, 20.0)
-            assert home.away
-            go.set()
-            commit.result()
-            assert not home.away
-
     def test_it_is_asked_at_once_and_then_ever_less_often(self) -> None:
         def never(request: Any, timeout_s: float) -> Any:
             raise DeadlineExceeded("no answer")
@@ -356,16 +305,7 @@ class TestPatience:
             8.0,
             10.0,
             10.0,
-            SLICE_MAX_S,
         ]
-
-    def test_a_forked_child_holds_nothing_of_its_parent(self) -> None:
-        home = Home(Scripted(silent), lambda: 1, Pool(1, 2))  # type: ignore[arg-type]
-        home._turns.enter()  # as by a thread that does not exist in the child
-        home.forget()
-        assert not len(home._turns)
-        assert not home.away
-        home.close()
 
 
 class TestOnlyHolder:

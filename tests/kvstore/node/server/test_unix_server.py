@@ -518,9 +518,9 @@ class TestLimits:
             assert silent.ended() == []  # by now the client has been idle for the frame timeout
             silent.close()
             link: Any = client._link
-            connection = link._connection
+            (connection,) = link._connections._idle
             assert client.match(fresh_prefix(1)).blocks == 0
-            assert link._connection is connection
+            assert link._connections._idle == [connection]
 
     def test_one_client_too_many_is_told_so(self, in_process: InProcess) -> None:
         clients = [Client.open(in_process.url) for _ in range(5)]

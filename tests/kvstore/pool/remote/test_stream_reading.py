@@ -227,7 +227,6 @@ class TestNodesThatHang:
         def hangs(self: RemoteSource, request: Any) -> Any:
             given.append(request.timeout_s)
             raise DeadlineExceeded("it hangs")
-            yield
 
         monkeypatch.setattr(failover_source, "time", Clock)
         monkeypatch.setattr(RemoteSource, "_lease", hangs)
@@ -255,7 +254,7 @@ class TestNodesThatHang:
         def seen(self: RemoteSource, request: Any) -> Any:
             given.append(request.timeout_s)
             asked.set()
-            return (yield from lease(self, request))
+            return lease(self, request)
 
         monkeypatch.setattr(RemoteSource, "_lease", seen)
 
