@@ -43,7 +43,8 @@ LOOKS = 50
 # On a busy core each look may take as long as other work occupies it: see
 # `messenger/tcp/stream.py`.
 LOOKING_S = 0.001
-# How long a call that was given up may go on.
+# How long a call that was given up may go on, and what it ends with.
+GIVEN_UP = "not asked any more: the call was given up"
 NOTICE_S = 0.05
 # Replies have some hundred bytes; a page of an inventory has 1 MiB.
 _RECEIVE_BYTES = 64 << 10
@@ -209,7 +210,7 @@ class Connection:
             raise OSError(errno.EBADF, "this connection was closed") from error
         while not poller.poll(1000 * min(remaining_s(deadline), NOTICE_S)):
             if self.given_up:
-                raise ClientClosed("not asked any more: the call was given up")
+                raise ClientClosed(GIVEN_UP)
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"the node {what} within the deadline")
 

@@ -38,6 +38,7 @@ from ..errors import (
 from ..health import Health
 from ..node.core import messages
 from .connection import (
+    GIVEN_UP,
     HANDSHAKE_S,
     Connection,
     Greeted,
@@ -198,7 +199,7 @@ class Connections:
         what was owed to it."""
         while (connection := self._idle_for(call) or self._open(call, deadline)) is None:
             if calling().was_cut:
-                raise ClientClosed("not asked any more: the call was given up")
+                raise ClientClosed(GIVEN_UP)
             if time.monotonic() >= deadline:
                 raise ClientBusy(
                     f"{messages.CONNECTIONS_MAX} calls of other threads took all the time"
@@ -301,8 +302,10 @@ class Connections:
     def _try_to_open(self, call: _Call, deadline: float) -> Connection | None:
         """None if an interrupt came between this session's beginning at the node and here, so that
         another has to begin."""
-        if self.closed or calling().was_cut:
+        if self.closed:
             raise ClientClosed(CLOSED)
+        if calling().was_cut:
+            raise ClientClosed(GIVEN_UP)
         number, version = next(self._numbers), messages.PROTOCOL_VERSION
         named = self._name, os.getpid(), self._session
         hello = messages.Hello(0, version, *named, connection=number)
@@ -311,7 +314,7 @@ class Connections:
             sock, welcome, mapping = uninterrupted(greet, undo=Greeted.drop)
         except NodeUnavailable as error:
             if calling().was_cut:
-                raise ClientClosed("not asked any more: the call was given up") from error
+                raise ClientClosed(GIVEN_UP) from error
             if self.mapping is not None and isinstance(error.__cause__, TimeoutError):
                 raise DeadlineExceeded("the node welcomed no connection in time") from error
             raise

@@ -21,6 +21,7 @@ import msgspec
 
 from tiffin.messenger.tcp.pending_connect import calling
 
+from ...connection.connection import GIVEN_UP
 from ...connection.lease_lifetime import undo
 from ...connection.node_link import CallGate, open_links
 from ...deadlines import GRACE_S
@@ -135,7 +136,7 @@ class HomeLink:
         slice_s = self._first_slice_s
         while True:
             if calling().was_cut:
-                raise ClientClosed("not asked any more: the call was given up")
+                raise ClientClosed(GIVEN_UP)
             began = time.monotonic()
             left_s = max(0.0, end - began)
             if isinstance(request, _MAY_WAIT):
