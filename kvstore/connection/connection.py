@@ -92,6 +92,7 @@ class Connection:
         self.mapping = mapping
         # Whether a call has it: a weak reference to something that ends with the call.
         self.user: Callable[[], object] = nobody
+        self.idle_since = 0.0
         self.given_up = False  # whether the caller does not wait any more
         self.half_sent = False  # whether the node may lack the end of a request
         self._path = path

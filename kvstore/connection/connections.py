@@ -62,6 +62,8 @@ POST_S = 0.25
 # A thread of ours tries so often to say what is owed and lost, and rests as `Health` tells. A node
 # that stands still for longer, some 30 s, learns it with the next call.
 TRY_S, TRIES = 1.0, 7
+# A connection that no call has needed for so long is given back to the node: as one that is lost.
+IDLE_S = 10.0
 # How often to look for a connection that another call has put back.
 _LOOK_S = 0.001
 
@@ -231,7 +233,10 @@ class Connections:
         with self._changing:
             is_ours = not self.closed and connection.number in self._all
             if is_ours:
+                connection.idle_since = now = time.monotonic()
                 self._idle.append(connection)
+                if self._idle[0].idle_since < now - IDLE_S:
+                    self._idle.pop(0)  # the last one that was put back is the first to be used
             connection.user = nobody  # now: one that is neither idle nor used is lost
         if not is_ours:
             connection.close()

@@ -147,6 +147,10 @@ class TestOnAPort:
             assert httpx.get(f"{url}/livez", trust_env=False).status_code == 200
 
 
+def is_forecast(plan: dict[str, Any]) -> bool:
+    return bool(plan["reasons"][0]["why"].startswith("holt-winters over"))
+
+
 class TestProcess:
     @pytest.mark.slow
     def test_what_serving_does_not_need_is_not_loaded(self) -> None:
@@ -198,13 +202,13 @@ class TestProcess:
                 client.register(SPEC, Load())
                 client.schedule(Request("r", MODEL, 100))
                 plans: list[dict[str, Any]] = []
-                give_up = time.monotonic() + 2 * FORECAST_S
-                while not plans:
-                    assert time.monotonic() < give_up
+                # A busy machine's first forecasts may come too late: then it tries again.
+                give_up = time.monotonic() + 5 * FORECAST_S
+                while not any(is_forecast(plan) for plan in plans):
+                    assert time.monotonic() < give_up, plans
                     time.sleep(0.05)
                     client.heartbeat(SPEC.id, Load())  # a silent one is in no plan
                     plans = http.get(f"{url}/v1/plans").json()["plans"]
-            assert plans[0]["reasons"][0]["why"].startswith("holt-winters over")
             mapped = Path(f"/proc/{process.process.pid}/maps").read_text()
             assert "/numpy/" in mapped
             assert "/scipy/" not in mapped

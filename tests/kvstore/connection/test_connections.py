@@ -24,6 +24,7 @@ from kvsupport import (
 )
 
 from tiffin.kvstore import Client
+from tiffin.kvstore.connection import connections
 from tiffin.kvstore.connection.connection import Connection
 from tiffin.kvstore.connection.connections import Connections
 from tiffin.kvstore.errors import (
@@ -284,6 +285,29 @@ def test_calls_of_several_threads_do_not_wait_for_each_other(
     wait_until(lambda: watcher.statistics()["waiting_requests"] == 4, "all of them wait")
     client.put(prefix, payloads_of(prefix))
     assert [one.result().blocks for one in waiting] == [1] * 4
+
+
+def test_connections_that_are_not_needed_any_more_are_closed(
+    daemon: Daemon, client: Client, watcher: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, block = fresh_prefix(1), fresh_prefix(1)
+    waiting = [
+        Background(lambda: client.match(prefix, at_least=1, timeout_s=60.0)) for _ in range(4)
+    ]
+    wait_until(lambda: watcher.statistics()["waiting_requests"] == 4, "all of them wait")
+    client.put(prefix, payloads_of(prefix))
+    for one in waiting:
+        one.result()
+    client.put(block, payloads_of(block))
+    held = client.get(block)
+    monkeypatch.setattr(connections, "IDLE_S", 0.0)
+    for _ in range(10):
+        client.match(prefix)
+    (left,) = connections_of(client)._all.values()
+    assert not left.closed
+    assert_right(held, block)  # its lease may have come over another
+    held.release()
+    wait_until(lambda: is_quiet(watcher.statistics()), "it is released")
 
 
 def test_a_close_ends_the_calls_of_other_threads(daemon: Daemon, watcher: Client) -> None:
