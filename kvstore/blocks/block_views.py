@@ -34,13 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Neighbouring segments of one layer, copied as one range: `count` of a selection's segments,
-    from the `first` on, in `length` bytes of the payload from `offset` on."""
+    """Neighbouring segments, moved as one range: `count` of a selection's segments, from the
+    `first` on, in `length` bytes of the payload from `offset` on. `spans` are their (offset,
+    length) inside the piece."""
 
     offset: int
     length: int
     first: int
-    count: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def count(self) -> int:
+        """How many segments it has."""
+        return len(self.spans)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +55,11 @@ class Selection:
 
     `ranges` are positions in the whole payload, ascending and coalesced; `nbytes` is their sum, and
     the size of a buffer for `get(into=...)`. `segments` are the indices of the segments that they
-    touch, `spans` the (offset, length) of each whole touched segment: a checksum covers one span.
-    `aligned` if the selection has whole segments only, so that its own bytes suffice to verify it.
-    `shard` is set for the slice of one of several writers (`select_shard`).
+    touch, `spans` the (offset, length) of each whole touched segment: a checksum covers one span;
+    `packed` are their places in memory that has all of them, packed. `pieces` are neighbours of one
+    layer, `runs` all neighbours. `aligned` if the selection has whole segments only, so that its
+    own bytes suffice to verify it. `shard` is set for the slice of one of several writers
+    (`select_shard`).
     """
 
     schema: KVSchema
@@ -61,8 +69,10 @@ class Selection:
     nbytes: int
     segments: NDArray[np.intp]
     spans: tuple[tuple[int, int], ...]
+    packed: tuple[tuple[int, int], ...]
     aligned: bool
     pieces: tuple[Piece, ...]
+    runs: tuple[Piece, ...]
     shard: Shard | None = None
 
     @property
@@ -103,10 +113,9 @@ class Selection:
         A range's segments are adjacent in the payload, and therefore in that memory too.
         """
         begins = [begin for begin, _ in self.spans]
-        ends = list(accumulate((length for _, length in self.spans), initial=0))
         for wanted in self.ranges:
             first = bisect_right(begins, wanted.offset) - 1
-            yield ends[first] + wanted.offset - begins[first], wanted.length
+            yield self.packed[first][0] + wanted.offset - begins[first], wanted.length
 
 
 def select(
@@ -187,33 +196,36 @@ def _selection(
 ) -> Selection:
     nbytes = sum(r.length for r in ranges)
     spans = tuple((schema.segments[i].offset, schema.segments[i].length) for i in segments)
-    layers = tuple(dict.fromkeys(map(schema.layer_of, segments)))
+    lengths = [length for _, length in spans]
+    starts = accumulate(lengths[:-1], initial=0)
+    layers = [schema.layer_of(i) for i in segments]
     return Selection(
         schema,
-        layers,
+        tuple(dict.fromkeys(layers)),
         heads,
         ranges,
         nbytes,
         np.array(segments, np.intp),
         spans,
-        sum(length for _, length in spans) == nbytes,
-        _pieces(schema, segments),
+        tuple(zip(starts, lengths, strict=True)),
+        sum(lengths) == nbytes,
+        _pieces(spans, layers),
+        _pieces(spans, [0] * len(layers)),
         shard,
     )
 
 
-def _pieces(schema: KVSchema, segments: list[int]) -> tuple[Piece, ...]:
+def _pieces(spans: Sequence[tuple[int, int]], kinds: Sequence[int]) -> tuple[Piece, ...]:
+    """Neighbours of one kind as one piece each."""
     pieces: list[Piece] = []
-    for number, index in enumerate(segments):
-        segment = schema.segments[index]
+    for number, (offset, length) in enumerate(spans):
         last = pieces[-1] if pieces else None
-        joins = last is not None and last.offset + last.length == segment.offset
-        if last is not None and joins and schema.layer_of(index) == schema.layer_of(index - 1):
-            pieces[-1] = Piece(
-                last.offset, last.length + segment.length, last.first, last.count + 1
-            )
+        joins = last is not None and last.offset + last.length == offset
+        if last is not None and joins and kinds[number] == kinds[number - 1]:
+            inside = (*last.spans, (last.length, length))
+            pieces[-1] = Piece(last.offset, last.length + length, last.first, inside)
         else:
-            pieces.append(Piece(segment.offset, segment.length, number, 1))
+            pieces.append(Piece(offset, length, number, ((0, length),)))
     return tuple(pieces)
 
 

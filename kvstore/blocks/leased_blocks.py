@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from tiffin.messenger.shm import host_copy
 
-from ..errors import CorruptBlock, VersionMismatch
 from ..format.expected_headers import ExpectedHeaders
 from .block_views import Block
-from .selection_copy import gather, gather_hashed
+from .selection_copy import copy_hashed, gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +29,6 @@ class LeasedExtents:
     __slots__ = (
         "_expected",
         "_keys",
-        "_used_bytes",
         "_view",
         "generations",
         "memory",
@@ -47,23 +45,15 @@ class LeasedExtents:
         self.generations = reply.generations
         self._keys = prefix.keys
         self._expected = ExpectedHeaders(prefix)
-        self._used_bytes = prefix.schema.header.used_bytes
         self._view = memory.data
 
-    def leading(self) -> int:
-        """Count the leading blocks with the header that the prefix expects."""
-        return self._expected.leading(self._view, self.offsets, self.generations)
-
-    def identify(self, index: int) -> bytes:
-        """Check the header of block `index` against the prefix, and return a copy of it without the
-        zeros at its end. Raises CorruptBlock or VersionMismatch, which name the field that differs.
-        """
-        generation, offset = self.generations[index], self.offsets[index]
-        raw = self._view[offset : offset + self._used_bytes].tobytes()
-        if not self._expected.matches(index, raw, generation, offset):
-            whole = self._view[offset : offset + self.schema.header_bytes]
-            self._expected.complain(index, whole, generation, offset)
-        return raw
+    def headers(self, first: int, count: int) -> list[bytes]:
+        """Copies of the headers of up to `count` blocks from `first` on, without the zeros at their
+        end, as far as they are what the prefix expects."""
+        offsets = self.offsets[first : first + count]
+        return self._expected.leading(
+            self._view, offsets, self.generations[first : first + count], first
+        )
 
     def payload(self, index: int) -> Bytes:
         """The payload of block `index`, read-only."""
@@ -87,50 +77,29 @@ def check(
 ) -> int:
     """Check the blocks from `first` on, one for each of `sample`, and copy them if there are
     `targets`; `sample[i]` is whether to verify that block's payload. Returns the index after the
-    last good block."""
-    header = leased.schema.header
-    for index, verifies in enumerate(sample, start=first):
-        try:
-            raw = leased.identify(index)
-            wanted = header.checksums(raw) if verifies else None
-            if targets:
-                copy(targets[index], leased.payload(index), selection, wanted)
-            elif wanted is not None:
-                verify(leased.payload(index), selection, wanted)
-        except (CorruptBlock, VersionMismatch):
-            return index
-    return first + len(sample)
+    last good block.
 
-
-def verify(payload: Bytes, selection: Selection, checksums: NDArray[np.uint64]) -> None:
-    """Hash the touched segments in place and compare checksums. Raises CorruptBlock."""
-    _compare(
-        host_copy.hash_segments(payload, selection.spans, selection.schema.checksum),
-        selection,
-        checksums,
-    )
-
-
-def _compare(
-    found: NDArray[np.uint64], selection: Selection, checksums: NDArray[np.uint64]
-) -> None:
-    if len(found) != len(checksums):  # the selection is a part of the block
-        checksums = checksums[selection.segments]
-    differs = found != checksums
-    if differs.any():
-        segment = int(selection.segments[int(differs.argmax())])
-        raise CorruptBlock(f"checksum of layer {selection.schema.layer_of(segment)} differs")
-
-
-def copy(
-    target: Bytes, payload: Bytes, selection: Selection, checksums: NDArray[np.uint64] | None
-) -> None:
-    """Copy the selection; with `checksums`, verify the copied bytes. A checksum covers a whole
-    segment, so a head range that cuts through segments is verified at the source, whole segments at
-    a time. Raises CorruptBlock."""
-    if checksums is not None and selection.aligned:
-        _compare(gather_hashed(target, payload, selection), selection, checksums)
-        return
-    if checksums is not None:
-        verify(payload, selection, checksums)
-    gather(target, payload, selection)
+    What is copied and verified is hashed as it was copied. But a checksum covers a whole segment:
+    a head range that cuts through segments is verified in place, and copied then.
+    """
+    headers = leased.headers(first, len(sample))
+    end = first + len(headers)
+    verified = [i for i, verifies in zip(range(first, end), sample, strict=False) if verifies]
+    hashes_copies = bool(targets) and selection.aligned
+    if verified:
+        payloads = [leased.payload(i) for i in verified]
+        if hashes_copies:
+            found = copy_hashed([targets[i] for i in verified], payloads, selection)
+        else:
+            algorithm = selection.schema.checksum
+            found = host_copy.hash_blocks(payloads, selection.spans, algorithm)
+        wanted = leased.schema.header.checksum_table([headers[i - first] for i in verified])
+        if found.shape != wanted.shape:  # the selection is a part of the block
+            wanted = wanted[:, selection.segments]
+        if (differs := (found != wanted).any(axis=1)).any():
+            end = verified[int(differs.argmax())]
+    if targets:
+        for i in range(first, end):
+            if not (hashes_copies and sample[i - first]):
+                gather(targets[i], leased.payload(i), selection)
+    return end

@@ -1,14 +1,9 @@
-"""Copies between a block's payload and the packed bytes of a selection, with checksums on the way.
-
-Whole layers are copied by as many threads as are worth it; groups of heads by one thread, with
-neighbouring segments in one copy.
-"""
+"""Copies between a block's payload and a selection's packed bytes, with checksums on the way."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,78 +76,38 @@ def gather(target: Bytes, payload: Bytes, selection: Selection) -> None:
         at += run.length
 
 
-def gather_hashed(target: Bytes, payload: Bytes, selection: Selection) -> Checksums:
-    """`gather` of an aligned selection; returns its segments' checksums, of the copied bytes."""
-    at, targets = 0, []
-    for piece in selection.pieces:
-        targets.append(at)
-        at += piece.length
-    return _copy_hashed(target, targets, payload, _offsets(selection), selection)
-
-
-def scatter_hashed(payload: Bytes, source: Bytes, selection: Selection) -> Checksums:
-    """Copy an aligned selection into a payload, and hash the copied bytes. `source` has the
-    selection packed, or is a whole payload too."""
-    offsets = _offsets(selection)
-    if len(source) == len(payload):
-        return _copy_hashed(payload, offsets, source, offsets, selection)
-    at, sources = 0, []
-    for piece in selection.pieces:
-        sources.append(at)
-        at += piece.length
-    return _copy_hashed(payload, offsets, source, sources, selection)
-
-
-def _copy_hashed(
-    target: Bytes, targets: list[int], source: Bytes, sources: list[int], selection: Selection
+def copy_hashed(
+    targets: Sequence[Bytes], sources: Sequence[Bytes], selection: Selection
 ) -> Checksums:
-    """Copy each piece of a selection from its place in `source` to its place in `target`.
-
-    Returns the checksums of the segments. A piece of several segments is copied at once: many short
-    copies take twice as long as one (see `host_copy.py`), and a piece is still in the cache when
-    its segments are hashed.
-    """
-    pieces = selection.pieces
-    if len(pieces) == len(selection.spans) and selection.contiguous:
-        spans = [(at - targets[0], piece.length) for at, piece in zip(targets, pieces, strict=True)]
-        end = spans[-1][0] + spans[-1][1]
-        return host_copy.copy_segments_hashed(
-            target[targets[0] : targets[0] + end],
-            source[sources[0] : sources[0] + end],
-            spans,
-            selection.schema.checksum,
+    """Copy an aligned selection of several blocks; returns the checksums of its segments, of the
+    copied bytes, uint64 [blocks, segments]. All targets, and all sources, have the selection
+    packed, or are whole payloads."""
+    at, found = 0, []
+    for run in selection.runs:
+        found.append(
+            host_copy.copy_blocks_hashed(
+                _cut(targets, run, at, selection),
+                _cut(sources, run, at, selection),
+                run.spans,
+                selection.schema.checksum,
+            )
         )
-    checksums = np.empty(len(selection.spans), np.uint64)
-    for to, at, piece in zip(targets, sources, pieces, strict=True):
-        copied = target[to : to + piece.length]
-        host_copy.copy(copied, source[at : at + piece.length])
-        checksums[piece.first : piece.first + piece.count] = piece_checksums(
-            copied, selection, piece
-        )
-    return checksums
+        at += run.length
+    return found[0] if len(found) == 1 else np.concatenate(found, axis=1)
 
 
-def piece_checksums(copied: Bytes, selection: Selection, piece: Piece) -> Checksums:
-    """The checksums of the segments of one piece, whose bytes are `copied`."""
-    spans = selection.spans[piece.first : piece.first + piece.count]
-    return host_copy.hash_segments(
-        copied,
-        [(at - piece.offset, length) for at, length in spans],
-        selection.schema.checksum,
-    )
-
-
-def _offsets(selection: Selection) -> list[int]:
-    return [piece.offset for piece in selection.pieces]
+def _cut(memory: Sequence[Bytes], run: Piece, at: int, selection: Selection) -> list[Bytes]:
+    """The bytes of a run, which begins at `at` of a packed selection."""
+    whole_bytes = selection.schema.block_bytes
+    starts = [run.offset if len(one) == whole_bytes else at for one in memory]
+    return [one[start : start + run.length] for one, start in zip(memory, starts, strict=True)]
 
 
 def checksums_of(source: Bytes, selection: Selection) -> Checksums:
     """The checksums of an aligned selection whose bytes are packed, or in a whole payload."""
-    algorithm = selection.schema.checksum
-    if len(source) == selection.schema.block_bytes:
-        return host_copy.hash_segments(source, selection.spans, algorithm)
-    spans = [(at, stop - at) for at, stop in _packed(selection)]
-    return host_copy.hash_segments(source, spans, algorithm)
+    is_whole = len(source) == selection.schema.block_bytes
+    spans = selection.spans if is_whole else selection.packed
+    return host_copy.hash_segments(source, spans, selection.schema.checksum)
 
 
 def runs_of(source: Bytes, selection: Selection) -> list[Bytes]:
@@ -175,16 +130,10 @@ def cut(target: Bytes, spans: Bytes, selection: Selection) -> None:
 
 
 def all_checksums(selection: Selection, found: Checksums) -> Checksums:
-    """The checksums of a whole block, uint64 [segments]: `found` for the selection's segments, zero
-    for the others."""
-    if len(found) == len(selection.schema.segments):
+    """The checksums of whole blocks, uint64 [..., segments]: `found` for the selection's segments,
+    zero for the others."""
+    if found.shape[-1] == len(selection.schema.segments):
         return found
-    checksums = np.zeros(len(selection.schema.segments), np.uint64)
-    checksums[selection.segments] = found
+    checksums = np.zeros((*found.shape[:-1], len(selection.schema.segments)), np.uint64)
+    checksums[..., selection.segments] = found
     return checksums
-
-
-def _packed(selection: Selection) -> list[tuple[int, int]]:
-    """(start, stop) of each segment in the packed selection."""
-    ends = np.cumsum([0, *(length for _, length in selection.spans)]).tolist()
-    return list(pairwise(ends))

@@ -9,9 +9,7 @@ from .header import verify_identity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import NoReturn
 
-    from .header import Buffer
     from .keys import Prefix
 
 
@@ -29,17 +27,19 @@ class ExpectedHeaders:
         self._fingerprints = prefix.schema_fingerprint + prefix.namespace_fingerprint
 
     def leading(
-        self, memory: memoryview, offsets: Sequence[int], generations: Sequence[int]
-    ) -> int:
-        """How many leading blocks have matching headers at these offsets of `memory`."""
+        self, memory: memoryview, offsets: Sequence[int], generations: Sequence[int], first: int
+    ) -> list[bytes]:
+        """Copies of the headers at these offsets of `memory`, without the zeros at their end, as
+        far as they are those of the blocks from `first` on."""
+        end = first + len(offsets)
         return self._shape.leading(
             memory,
             offsets,
             generations,
-            self._keys,
-            self._prefix.parent,
+            self._keys[first:end],
+            self._parent(first),
             self._fingerprints,
-            self._tokens,
+            self._tokens[first:end],
         )
 
     def matches(self, index: int, raw: bytes, generation: int, offset: int) -> bool:
@@ -50,13 +50,10 @@ class ExpectedHeaders:
     def check(self, index: int, raw: bytes, generation: int, offset: int) -> None:
         """Raise CorruptBlock or VersionMismatch, which name what differs, unless `raw`, a whole
         header, is the header of block `index`."""
-        if not self.matches(index, raw, generation, offset):
-            self.complain(index, raw, generation, offset)
-
-    def complain(self, index: int, whole: Buffer, generation: int, offset: int) -> NoReturn:
-        """Raise CorruptBlock or VersionMismatch for a whole header that does not match."""
+        if self.matches(index, raw, generation, offset):
+            return
         verify_identity(
-            whole,
+            raw,
             self._keys[index],
             self._parent(index),
             self._prefix.schema_fingerprint,

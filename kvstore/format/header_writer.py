@@ -9,7 +9,6 @@ import numpy as np
 from tiffin.messenger.wire.framing import FRAME_BYTES_MAX
 
 from ..errors import InvalidInput
-from .header import pack_header
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,22 +36,10 @@ def seal(
     `offset` is where the block's extent begins in its tier; `checksums` is uint64 [segments], by
     the schema's algorithm.
     """
-    schema = prefix.schema
-    pack_header(
-        target,
-        key=prefix.keys[index],
-        parent=prefix.keys[index - 1] if index else prefix.parent,
-        schema_fingerprint=prefix.schema_fingerprint,
-        namespace_fingerprint=prefix.namespace_fingerprint,
-        generation=generation,
-        payload_bytes=schema.block_bytes,
-        extent_offset=offset,
-        extent_bytes=schema.extent_bytes,
-        tokens=prefix.token_bytes(index),
-        segment_bytes=schema.segment_bytes,
-        checksums=checksums,
-        algorithm=schema.checksum,
-    )
+    key, parent = prefix.keys[index], prefix.keys[index - 1] if index else prefix.parent
+    names = key + parent + prefix.schema_fingerprint + prefix.namespace_fingerprint
+    tokens = prefix.token_bytes(index)
+    prefix.schema.header.write(target, names, generation, offset, tokens, checksums)
 
 
 def shard_header(

@@ -107,7 +107,7 @@ class KVSchema:
     segments: tuple[ByteRange, ...] = field(init=False, compare=False)  # what checksums cover
     segment_bytes: NDArray[np.uint64] = field(init=False, compare=False)  # [segments], read-only
     first_segments: tuple[int, ...] = field(init=False, compare=False)  # of each layer, and the end
-    header: HeaderShape = field(init=False, compare=False)  # how readers recognise its blocks
+    header: HeaderShape = field(init=False, compare=False)  # how its blocks' headers are made
     fingerprint: bytes = field(init=False, compare=False)  # 16 bytes
 
     def __post_init__(self) -> None:
@@ -137,9 +137,8 @@ class KVSchema:
         head_bytes = header_bytes(len(segments), self.block_tokens)
         extent_bytes = -(-(head_bytes + block_bytes) // PAGE_BYTES) * PAGE_BYTES
         header = HeaderShape(
-            segment_count=len(segments),
+            segment_bytes=self.segment_bytes,
             token_count=self.block_tokens,
-            payload_bytes=block_bytes,
             extent_bytes=extent_bytes,
             algorithm=self.checksum,
         )

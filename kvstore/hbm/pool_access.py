@@ -27,13 +27,11 @@ from ..client.local_node import near_link
 from ..deadlines import until_s
 from ..errors import (
     ClientClosed,
-    CorruptBlock,
     DeadlineExceeded,
     DirectoryUnavailable,
     NodeUnavailable,
     ProtocolError,
     TierUnavailable,
-    VersionMismatch,
 )
 from ..node.core import messages
 from ..node.core.records import Reason
@@ -171,13 +169,12 @@ def _lease(prefix: Prefix, link: NodeLink, timeout_s: float) -> FetchedBlocks:
     reply, memory = link.call(messages.Lease(0, prefix.key_bytes, timeout_s), timeout_s)
     leased = LeasedExtents(prefix, memory, reply)
     shape, reason = prefix.schema.header, _why(reply.reason)
-    sums: list[Sums | None] = []
     try:
-        while len(sums) < len(reply.offsets):
-            sums.append(shape.checksums(leased.identify(len(sums))))
-    except (CorruptBlock, VersionMismatch):
-        reason = "corrupt"
-        link.post(messages.Report(0, prefix.keys[len(sums)], reply.generations[len(sums)]))
+        headers = leased.headers(0, len(reply.offsets))
+        sums: list[Sums | None] = [shape.checksums(raw) for raw in headers]
+        if (good := len(headers)) < len(reply.offsets):
+            reason = "corrupt"
+            link.post(messages.Report(0, prefix.keys[good], reply.generations[good]))
     except BaseException:
         link.post(messages.Release(0, reply.lease))
         raise

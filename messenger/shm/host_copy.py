@@ -40,7 +40,10 @@ import os
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -53,7 +56,7 @@ from ..errors import RangeError
 from ..signal_safe import uninterrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 # The arrays of the functions below: one-dimensional, contiguous. `byte_view` makes one.
 ByteArray: TypeAlias = NDArray[np.uint8]
@@ -120,48 +123,122 @@ def copy_segments_hashed(
     Bytes outside every segment are not copied. Raises RangeError, before anything is copied, when
     `target` and `source` differ in length or a segment is not inside them.
     """
-    _check_lengths(target, source)
-    ranges = _ranges(segments, len(target))
-    checksums = np.empty(len(ranges), np.uint64)
-    copy_one = _COPIES[algorithm]
+    found: NDArray[np.uint64] = copy_blocks_hashed(
+        [target], [source], segments, algorithm, piece_bytes=piece_bytes
+    )[0]
+    return found
+
+
+def copy_blocks_hashed(
+    targets: Sequence[ByteArray],
+    sources: Sequence[ByteArray],
+    segments: Iterable[tuple[int, int]],
+    algorithm: Algorithm = XXH3_64,
+    *,
+    piece_bytes: int = PIECE_BYTES,
+) -> NDArray[np.uint64]:
+    """`copy_segments_hashed` of several blocks, which have the same segments: uint64 [blocks,
+    segments]. Neighbours are copied at once, up to `piece_bytes`: to copy and hash 16 blocks of 32
+    segments of 2 KiB takes half a millisecond, and one by one two."""
+    for target, source in zip(targets, sources, strict=True):
+        _check_lengths(target, source)
+    plan = _plan(tuple(segments), piece_bytes)
+    nbytes = plan.check(targets)
+    ranges, runs = plan.ranges, plan.runs
+    copy_one, hash_one = _COPIES[algorithm], HASHES[algorithm]
+    found: list[list[int]] = [[]] * (len(targets) * len(runs))
 
     def one(i: int) -> None:
-        start, stop = ranges[i]
-        checksums[i] = copy_one(target[start:stop], source[start:stop], piece_bytes)
+        block, run = divmod(i, len(runs))
+        (first, end), target, source = runs[run], targets[block], sources[block]
+        start, stop = ranges[first][0], ranges[end - 1][1]
+        if end - first == 1:
+            found[i] = [copy_one(target[start:stop], source[start:stop], piece_bytes)]
+            return
+        np.copyto(target[start:stop], source[start:stop])
+        view = target.data
+        found[i] = [hash_one(view[a:b]) for a, b in ranges[first:end]]
 
-    nbytes = sum(stop - start for start, stop in ranges)
-    _each(one, len(ranges), nbytes if algorithm == XXH3_64 else 0)
-    return checksums
+    _each(one, len(found), nbytes if algorithm == XXH3_64 else 0)
+    return _table(found, len(targets))
 
 
 def hash_segments(
     source: ByteArray, segments: Iterable[tuple[int, int]], algorithm: Algorithm = XXH3_64
 ) -> NDArray[np.uint64]:
     """The checksum of each (offset, length) of `source`. Raises RangeError for one not inside."""
-    ranges = _ranges(segments, len(source))
-    view = source.data  # slicing it costs a third of slicing an array, which matters at 2 KiB each
-    hash_one = HASHES[algorithm]
-    if len(source) < SHARED_BYTES_MIN:
-        return np.array([hash_one(view[start:stop]) for start, stop in ranges], np.uint64)
-    checksums = np.empty(len(ranges), np.uint64)
-    if algorithm == XXH3_64_PAGES:
-        _hash_pages(view, ranges, checksums)
-        return checksums
+    found: NDArray[np.uint64] = hash_blocks([source], segments, algorithm)[0]
+    return found
+
+
+def hash_blocks(
+    sources: Sequence[ByteArray],
+    segments: Iterable[tuple[int, int]],
+    algorithm: Algorithm = XXH3_64,
+) -> NDArray[np.uint64]:
+    """`hash_segments` of several blocks, which have the same segments: uint64 [blocks, segments]"""
+    plan = _plan(tuple(segments), PIECE_BYTES)
+    nbytes = plan.check(sources)
+    hash_one, ranges, runs = HASHES[algorithm], plan.ranges, plan.runs
+    if algorithm == XXH3_64_PAGES and nbytes >= SHARED_BYTES_MIN:
+        return _table([_hash_pages(source.data, ranges) for source in sources], len(sources))
+    # Slicing a memoryview costs a third of slicing an array, which matters at 2 KiB each.
+    views = [source.data for source in sources]
+    found: list[list[int]] = [[]] * (len(views) * len(runs))
 
     def one(i: int) -> None:
-        start, stop = ranges[i]
-        checksums[i] = hash_one(view[start:stop])
+        block, run = divmod(i, len(runs))
+        (first, end), view = runs[run], views[block]
+        found[i] = [hash_one(view[start:stop]) for start, stop in ranges[first:end]]
 
-    _each(one, len(ranges), sum(stop - start for start, stop in ranges))
-    return checksums
+    _each(one, len(found), nbytes)
+    return _table(found, len(sources))
 
 
-def _hash_pages(
-    view: memoryview, ranges: list[tuple[int, int]], checksums: NDArray[np.uint64]
-) -> None:
-    """`page_hash.checksum` of each range; lets other threads run after each `_TURN_BYTES`."""
-    turn_bytes = 0
+def _table(found: list[list[int]], blocks: int) -> NDArray[np.uint64]:
+    return np.array(list(chain.from_iterable(found)), np.uint64).reshape(
+        blocks, -1 if blocks else 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How the segments of a call are copied. Blocks of one schema share it."""
+
+    ranges: list[tuple[int, int]]  # (start, stop) of each segment
+    runs: list[tuple[int, int]]  # (first, end) indices of segments that are copied at once
+    nbytes: int  # of all segments of a block
+    wrong: tuple[int, int] | None  # a range that is inside nothing
+    last: tuple[int, int]  # the range that ends last
+
+    def check(self, blocks: Sequence[ByteArray]) -> int:
+        """The bytes of all segments of `blocks`. Raises RangeError for one that is not inside."""
+        shortest = min(map(len, blocks), default=0)
+        if blocks and (self.wrong is not None or self.last[1] > shortest):
+            start, stop = self.wrong or self.last
+            raise RangeError(f"segment [{start}, {stop}) is not inside {shortest} bytes")
+        return self.nbytes * len(blocks)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(segments: tuple[tuple[int, int], ...], piece_bytes: int) -> _Plan:
+    ranges = [(offset, offset + length) for offset, length in segments]
+    runs: list[tuple[int, int]] = []
     for i, (start, stop) in enumerate(ranges):
+        first = runs[-1][0] if runs else i
+        if first < i and start == ranges[i - 1][1] and stop - ranges[first][0] <= piece_bytes:
+            runs[-1] = first, i + 1
+        else:
+            runs.append((i, i + 1))
+    wrong = next((one for one in ranges if not 0 <= one[0] <= one[1]), None)
+    last = max(ranges, key=itemgetter(1), default=(0, 0))
+    return _Plan(ranges, runs, sum(stop - start for start, stop in ranges), wrong, last)
+
+
+def _hash_pages(view: memoryview, ranges: list[tuple[int, int]]) -> list[int]:
+    """`page_hash.checksum` of each range; lets other threads run after each `_TURN_BYTES`."""
+    turn_bytes, found = 0, []
+    for start, stop in ranges:
         hashes = []
         for at in range(start, max(stop, start + 1), PIECE_BYTES):
             end = min(stop, at + PIECE_BYTES)
@@ -170,16 +247,8 @@ def _hash_pages(
             if turn_bytes >= _TURN_BYTES:
                 turn_bytes = 0
                 time.sleep(0)
-        checksums[i] = page_hash.fold(np.concatenate(hashes), stop - start)
-
-
-def _ranges(segments: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
-    """(start, stop) of each (offset, length). Raises RangeError for one not inside `nbytes`."""
-    ranges = [(offset, offset + length) for offset, length in segments]
-    for start, stop in ranges:
-        if not 0 <= start <= stop <= nbytes:
-            raise RangeError(f"segment [{start}, {stop}) is not inside {nbytes} bytes")
-    return ranges
+        found.append(page_hash.fold(np.concatenate(hashes), stop - start))
+    return found
 
 
 def _each(action: Callable[[int], None], count: int, nbytes: int) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from tiffin.messenger.log_rate_limit import Ration
 
 from ...errors import CorruptBlock, InvalidInput, VersionMismatch
-from ...format.header import read_header
+from ...format.header import is_header_of, read_header
 from .precommit_reads import Sealed
-from .sharded_writes import names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,11 +29,11 @@ def intact(replica: Replica, view: View) -> bool:
     """Whether the writer left a valid header of this block in its extent. The node does not check
     the payload: every reader verifies it with the checksums in this header."""
     try:
-        header = read_header(view(replica), offset_expected=replica.offset)
+        place = replica.key, replica.generation, replica.offset, replica.length
+        return is_header_of(view(replica), *place)
     except (CorruptBlock, VersionMismatch) as error:
         log.warning("commit refused: %s", error)
         return False
-    return names(header, replica)
 
 
 def sealed(replica: Replica, view: View) -> Sealed:

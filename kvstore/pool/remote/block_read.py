@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiffin.messenger.errors import GrantError, PeerLost
+from tiffin.messenger.shm.host_copy import hash_segments
 from tiffin.messenger.transport import Range
 from tiffin.messenger.wire.frames import RANGES_MAX
 
-from ...blocks.selection_copy import checksums_of, piece_checksums
+from ...blocks.selection_copy import checksums_of
 from ...connection.connection import raise_refusal
 from ...deadlines import GRACE_S, until_s
 from ...errors import (
@@ -143,7 +144,7 @@ class ArrivedSegments:
     def _hash(self, block: int, number: int, arrived: Bytes) -> None:
         """Note the checksums of a piece's segments while its bytes are in the cache."""
         piece = self._selection.pieces[number]
-        found = piece_checksums(arrived, self._selection, piece)
+        found = hash_segments(arrived, piece.spans, self._schema.checksum)
         self._hashes[block, piece.first : piece.first + piece.count] = found
 
     def _check(self, block: int) -> None:

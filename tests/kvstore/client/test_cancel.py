@@ -39,8 +39,8 @@ class SlowCopy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
-        self._copy = host_copy.copy_segments_hashed
-        monkeypatch.setattr(host_copy, "copy_segments_hashed", self)
+        self._copy = host_copy.copy_blocks_hashed
+        monkeypatch.setattr(host_copy, "copy_blocks_hashed", self)
 
     def __call__(self, *arguments: Any) -> Any:
         self.begun.set()

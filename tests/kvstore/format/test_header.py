@@ -209,14 +209,16 @@ def test_flipping_bits_is_detected_by_the_fast_path_too(seed: int) -> None:
 
 def lies_in_a_chain(memory: bytes | bytearray, offsets: list[int]) -> int:
     """How many of two blocks (key k, then K, whose parent is k) a reader recognises."""
-    return SHAPE.leading(
-        memoryview(memory), offsets, [7, 8], [b"k" * 16, b"K" * 16], b"p" * 16, NAMES, [TOKENS] * 2
-    )
+    keys = [b"k" * 16, b"K" * 16]
+    view = memoryview(memory)
+    found = SHAPE.leading(view, offsets, [7, 8], keys, b"p" * 16, NAMES, [TOKENS] * 2)
+    for raw, offset in zip(found, offsets, strict=False):
+        assert raw == memory[offset : offset + SHAPE.used_bytes]
+    return len(found)
 
 
-SHAPE = HeaderShape(
-    segment_count=32, token_count=512, payload_bytes=1 << 20, extent_bytes=(1 << 20) + 8192
-)
+LENGTHS = np.full(32, 1 << 15, np.uint64)
+SHAPE = HeaderShape(segment_bytes=LENGTHS, token_count=512, extent_bytes=(1 << 20) + 8192)
 NAMES = b"s" * 16 + b"n" * 16
 
 
@@ -254,9 +256,8 @@ def test_a_header_says_how_its_segments_were_hashed() -> None:
 def test_readers_recognise_their_algorithm_alone() -> None:
     shapes = {
         algorithm: HeaderShape(
-            segment_count=32,
+            segment_bytes=LENGTHS,
             token_count=512,
-            payload_bytes=1 << 20,
             extent_bytes=(1 << 20) + 8192,
             algorithm=algorithm,
         )
@@ -270,7 +271,7 @@ def test_readers_recognise_their_algorithm_alone() -> None:
                 memoryview(memory), [0], [7], [b"k" * 16], b"p" * 16, NAMES, [TOKENS]
             )
             matches = shape.matches(bytes(memory), names, 7, 0, TOKENS)
-            assert (good, matches) == (int(read == written), read == written)
+            assert (len(good), matches) == (int(read == written), read == written)
 
 
 def test_readers_do_not_recognise_what_is_elsewhere_or_cut_off() -> None:

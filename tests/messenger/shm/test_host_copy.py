@@ -66,6 +66,30 @@ def test_segments() -> None:
     assert copy_segments_hashed(target, source, []).tolist() == []
 
 
+@pytest.mark.parametrize("algorithm", [XXH3_64, XXH3_64_PAGES])
+@pytest.mark.parametrize("block_bytes", [5000, host_copy.SHARED_BYTES_MIN // 4])
+def test_blocks_of_one_layout_in_one_call(algorithm: Algorithm, block_bytes: int) -> None:
+    """Neighbours are copied at once, and large calls shared with the helper thread."""
+    sources = [_random(block_bytes, seed) for seed in range(5)]
+    targets = [np.zeros(block_bytes, np.uint8) for _ in sources]
+    segments = [(0, 1000), (1000, 0), (1000, 2000), (3100, block_bytes - 3100), (10, 20)]
+    found = host_copy.copy_blocks_hashed(targets, sources, segments, algorithm)
+    assert (found.dtype, found.shape) == (np.uint64, (5, 5))
+    assert found.tolist() == host_copy.hash_blocks(sources, segments, algorithm).tolist()
+    for target, source, row in zip(targets, sources, found, strict=True):
+        assert row.tolist() == [
+            host_copy.HASHES[algorithm](source[o : o + n].data) for o, n in segments
+        ]
+        assert np.array_equal(target[:3000], source[:3000])
+        assert not target[3000:3100].any()
+        assert np.array_equal(target[3100:], source[3100:])
+    assert host_copy.hash_blocks([], segments).size == 0
+    with pytest.raises(RangeError):
+        host_copy.hash_blocks([sources[0], sources[1][:4000]], segments, algorithm)
+    with pytest.raises(RangeError):
+        host_copy.copy_blocks_hashed(targets, [*sources[:4], sources[4][:-1]], segments)
+
+
 @pytest.mark.parametrize("nbytes", [3 * PIECE_BYTES, 10 * PIECE_BYTES])
 def test_segments_of_pages(nbytes: int) -> None:
     """Small ones, and ones so large that plain segments would be shared with the helper thread."""
