@@ -3,13 +3,13 @@
 from .blocks.block_views import Block, Blocks, Missing
 from .client.async_client import AsyncClient
 from .client.client import Client
-from .client.prefetch_handles import AsyncPrefetch, Prefetch
 from .errors import TiffinError
 from .format.keys import Prefix
 from .format.schema import KVSchema, LayerSpec, Shard
 from .streaming.layer_source import StreamedLayer
 from .streaming.layer_stream import AsyncLayerStream, LayerStream
 from .verbs.block_verbs import Hit, PutResult
+from .verbs.prefetch_handles import AsyncPrefetch, Prefetch
 
 __all__ = [
     "AsyncClient",

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -34,19 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Neighbouring segments, moved as one range: `count` of a selection's segments, from the
-    `first` on, in `length` bytes of the payload from `offset` on. `spans` are their (offset,
-    length) inside the piece."""
+    """Neighbouring segments, moved as one range: a selection's segments from the `first` on, in
+    `length` bytes of the payload from `offset` on. `spans` are their (offset, length) inside the
+    piece."""
 
     offset: int
     length: int
     first: int
     spans: tuple[tuple[int, int], ...]
-
-    @property
-    def count(self) -> int:
-        """How many segments it has."""
-        return len(self.spans)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,15 +212,16 @@ def _selection(
 
 def _pieces(spans: Sequence[tuple[int, int]], kinds: Sequence[int]) -> tuple[Piece, ...]:
     """Neighbours of one kind as one piece each."""
-    pieces: list[Piece] = []
-    for number, (offset, length) in enumerate(spans):
-        last = pieces[-1] if pieces else None
-        joins = last is not None and last.offset + last.length == offset
-        if last is not None and joins and kinds[number] == kinds[number - 1]:
-            inside = (*last.spans, (last.length, length))
-            pieces[-1] = Piece(last.offset, last.length + length, last.first, inside)
-        else:
-            pieces.append(Piece(offset, length, number, ((0, length),)))
+    firsts = [
+        n
+        for n, (offset, _) in enumerate(spans)
+        if not n or sum(spans[n - 1]) != offset or kinds[n] != kinds[n - 1]
+    ]
+    pieces = []
+    for first, end in pairwise([*firsts, len(spans)]):
+        base = spans[first][0]
+        inside = tuple((offset - base, length) for offset, length in spans[first:end])
+        pieces.append(Piece(base, sum(inside[-1]), first, inside))
     return tuple(pieces)
 
 

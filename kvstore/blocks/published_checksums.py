@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..format.schema import KVSchema
-    from .block_views import Selection
 
 
 class PublishedChecksums:
@@ -34,7 +33,7 @@ class PublishedChecksums:
         self._known[segments] = True
         self.checksums[segments] = checksums
 
-    def missing(self, selection: Selection) -> list[int]:
-        """The selection's segments whose checksums are not known."""
-        missing: list[int] = selection.segments[~self._known[selection.segments]].tolist()
+    def missing(self, segments: NDArray[np.intp]) -> list[int]:
+        """Those of these segments whose checksums are not known."""
+        missing: list[int] = segments[~self._known[segments]].tolist()
         return missing

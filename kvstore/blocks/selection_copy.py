@@ -103,6 +103,16 @@ def _cut(memory: Sequence[Bytes], run: Piece, at: int, selection: Selection) -> 
     return [one[start : start + run.length] for one, start in zip(memory, starts, strict=True)]
 
 
+def first_differing(found: Checksums, headers: Sequence[bytes], selection: Selection) -> int | None:
+    """The first of several blocks whose selected segments do not have the checksums of its header.
+    `found`: uint64 [blocks, segments of the selection]."""
+    wanted = selection.schema.header.checksum_table(headers)
+    if found.shape != wanted.shape:  # the selection is a part of the block
+        wanted = wanted[:, selection.segments]
+    differs = (found != wanted).any(axis=1)
+    return int(differs.argmax()) if differs.any() else None
+
+
 def checksums_of(source: Bytes, selection: Selection) -> Checksums:
     """The checksums of an aligned selection whose bytes are packed, or in a whole payload."""
     is_whole = len(source) == selection.schema.block_bytes

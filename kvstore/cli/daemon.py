@@ -80,7 +80,9 @@ async def serve(options: DaemonOptions) -> None:
             with contextlib.ExitStack() as stack:
                 address = stack.enter_context(listening(node, options))
                 if options.nixl:
-                    stack.enter_context(offering(node, options.nixl_lanes))
+                    stack.enter_context(
+                        offering(node.name, node.dram.region.array, node.handle, options.nixl_lanes)
+                    )
                 if options.directory:
                     assert address is not None
                     stack.enter_context(in_a_pool(node, options, address))

@@ -18,25 +18,28 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 from tiffin.messenger.tcp.pending_connect import Caller
 
 from .. import deadlines
+from ..after_fork import OfOneProcess
 from ..connection.loop_threads import ConcurrencyLimit, NotBegun, ThreadCall, in_thread
 from ..errors import ClientBusy, ClientClosed, open_errors
-from ..streaming.layer_stream import AsyncLayerStream
+from ..pool.signal_safe_verbs import give_back
+from ..streaming.layer_stream import AsyncLayerStream, LayerStream, interruptible
 from ..verbs.arguments import opening, verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S
-from .client import Client, ClientBase, LeasedBlocks, Slots
-from .prefetch_handles import AsyncPrefetch
+from ..verbs.prefetch_handles import AsyncPrefetch
+from ..verbs.slots import Slots
+from .client import Client
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Generator
     from types import TracebackType
 
     from ..format.keys import Prefix
-    from ..format.schema import AnyShard, HeadRange, LayerRange
     from ..node.node import Node
     from ..verbs.arguments import Verify
 
 P = ParamSpec("P")
 T = TypeVar("T")
+U = TypeVar("U")
 
 # Calls of one client that run in parallel; further calls wait for their turn until their deadline.
 # Each is a thread that sleeps in system calls.
@@ -80,21 +83,63 @@ def awaited(
     return verb(called)
 
 
-class AsyncClient(ClientBase):
+def entered(
+    method: Callable[Concatenate[Any, P], T],
+    found: Callable[[AsyncClient, T], U],
+) -> Callable[Concatenate[AsyncClient, P], OpeningClient[U]]:
+    """As `awaited`, for a verb whose result can be entered at once; `found(client, result)` is the
+    result here."""
+
+    @wraps(method)
+    def called(client: AsyncClient, /, *args: P.args, **options: P.kwargs) -> OpeningClient[U]:
+        async def run() -> U:
+            bound = getattr(client._client, method.__name__)
+            return found(client, await client._call(bound, *args, **options))
+
+        return OpeningClient(run())
+
+    return verb(called)
+
+
+def streamed(
+    method: Callable[Concatenate[Any, P], LayerStream],
+) -> Callable[Concatenate[AsyncClient, P], AsyncLayerStream]:
+    """`Client.stream` for asyncio."""
+
+    @wraps(method)
+    def called(client: AsyncClient, /, *args: P.args, **options: P.kwargs) -> AsyncLayerStream:
+        stream = getattr(client._client, method.__name__)(*args, **options)
+
+        def run(step: Callable[[], Any]) -> Coroutine[Any, Any, Any]:
+            running = client._run(step)
+            return interruptible(stream._source, running) if client._client.is_pool else running
+
+        return AsyncLayerStream(stream, run)
+
+    return verb(called)
+
+
+class AsyncClient(OfOneProcess):
     """Asyncio client; `async with AsyncClient.open(url) as client`. Verbs as in `Client`."""
 
     match = awaited(Client.match)
     exists = awaited(Client.exists)
+    get = entered(Client.get, lambda _, blocks: blocks)
+    stream = streamed(Client.stream)
     put = awaited(Client.put)
+    reserve = entered(Client.reserve, lambda client, slots: AsyncSlots(slots, client._run))
     pin = awaited(Client.pin)
     unpin = awaited(Client.unpin)
     remove = awaited(Client.remove)
+    announce = awaited(Client.announce)
     statistics = awaited(Client.statistics)
+    nodes = awaited(Client.nodes)
+    replicate = awaited(Client.replicate)
+    evacuate = awaited(Client.evacuate)
 
     def __init__(self, client: Client) -> None:
         """The awaited verbs of this client, which is closed with it."""
-        self._client: Any = client
-        self._access = client._access
+        self._client = client
         self._turns = ConcurrencyLimit(CALLS)
         self._closed = False
 
@@ -103,7 +148,7 @@ class AsyncClient(ClientBase):
     def open(
         cls, url: str, *, verify: Verify = "always", name: str = "", populate: bool = False
     ) -> OpeningClient[AsyncClient]:
-        """Open the node that `url` names; await it, or enter it. As `Client.open`."""
+        """Open the node or the pool that `url` names; await it, or enter it. As `Client.open`."""
         how = {"verify": verify, "name": name, "populate": populate}
         return OpeningClient(cls._open(partial(Client.open, url, **how)))  # type: ignore[arg-type]
 
@@ -115,12 +160,14 @@ class AsyncClient(ClientBase):
 
     @classmethod
     async def _open(cls, open_client: Callable[[], Client]) -> AsyncClient:
-        from ..pool.async_client import AsyncPoolClient, PoolClient  # imports this module
-
         with open_errors():
             work, cut = _given_up_together(open_client)
-            client = await work.outlast(undo=give_back, cancel=cut)
-        return (AsyncPoolClient if isinstance(client, PoolClient) else cls)(client)
+            return cls(await work.outlast(undo=Client.close, cancel=cut))
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ClientClosed("this client is closed; open another")
 
     async def _call(self, verb: Callable[..., T], *args: Any, **options: Any) -> T:
         timeout_s = options.get("timeout_s", DEFAULT_TIMEOUT_S)
@@ -134,8 +181,7 @@ class AsyncClient(ClientBase):
         return await self._run(action, timeout_s)
 
     async def _run(self, action: Callable[[], T], wait_s: float = DEFAULT_TIMEOUT_S) -> T:
-        if self._closed:
-            raise ClientClosed("this client is closed; open another")
+        self._check_open()
         work, cut = _given_up_together(action)
         wait_s = deadlines.left_s(wait_s + deadlines.GRACE_S)  # a thread takes some time to wake
         try:
@@ -148,59 +194,6 @@ class AsyncClient(ClientBase):
             ) from None
 
     @verb
-    def get(
-        self,
-        prefix: Prefix,
-        *,
-        into: Any = None,
-        layers: LayerRange | None = None,
-        heads: HeadRange | None = None,
-        verify: Verify | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> OpeningClient[LeasedBlocks]:
-        """See `Client.get`; await it, or enter it with `async with`."""
-        how = {"into": into, "layers": layers, "heads": heads, "verify": verify}
-        return OpeningClient(self._call(self._client.get, prefix, **how, timeout_s=timeout_s))
-
-    @verb
-    def reserve(
-        self,
-        prefix: Prefix,
-        *,
-        shard: AnyShard | None = None,
-        by_layer: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> OpeningClient[AsyncSlots]:
-        """See `Client.reserve`; await it, or enter it with `async with`."""
-        return self._reserve(prefix, shard=shard, by_layer=by_layer, timeout_s=timeout_s)
-
-    def _reserve(self, prefix: Prefix, **how: Any) -> OpeningClient[AsyncSlots]:
-        async def run() -> AsyncSlots:
-            return AsyncSlots(await self._call(self._client.reserve, prefix, **how), self._run)
-
-        return OpeningClient(run())
-
-    @verb
-    def stream(
-        self,
-        prefix: Prefix,
-        *,
-        heads: HeadRange | None = None,
-        verify: Verify | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        ahead: int = 1,
-    ) -> AsyncLayerStream:
-        """See `Client.stream`; for `async for` and `async with`."""
-        stream = self._client.stream(
-            prefix, heads=heads, verify=verify, timeout_s=timeout_s, ahead=ahead
-        )
-
-        def run(step: Callable[[], Any]) -> Coroutine[Any, Any, Any]:
-            return self._run(partial(stream._run, step))
-
-        return AsyncLayerStream(stream._source, run, timeout_s)
-
-    @verb
     async def prefetch(
         self, prefix: Prefix, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> AsyncPrefetch:
@@ -210,7 +203,7 @@ class AsyncClient(ClientBase):
 
     async def close(self) -> None:
         """See `Client.close`. Cuts the calls in flight and waits for their threads."""
-        self._access, self._closed = None, True
+        self._closed = True
         if not self._inherited:
             await in_thread(self._close)
 
@@ -286,13 +279,3 @@ def _given_up_together(action: Callable[[], T]) -> tuple[ThreadCall[T], Callable
             return action()
 
     return ThreadCall(carry_out), caller.cut
-
-
-def give_back(outcome: object) -> None:
-    """Give back the outcome of a call that was given up: leases, slots, or a client."""
-    if isinstance(outcome, LeasedBlocks):
-        outcome.release()
-    elif isinstance(outcome, Slots):
-        outcome.abort()
-    elif isinstance(outcome, Client):
-        outcome.close()

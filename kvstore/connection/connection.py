@@ -94,6 +94,7 @@ class Connection:
         self.user: Callable[[], object] = nobody
         self.idle_since = 0.0
         self.given_up = False  # whether the caller does not wait any more
+        self.unread = False  # whether the node may not have read all that was posted over it
         self.half_sent = False  # whether the node may lack the end of a request
         self._path = path
         # Deadlines are kept here: a socket with a timeout makes two more system calls per call.
@@ -111,6 +112,7 @@ class Connection:
             raise self._garbage(error) from error
         if reply.id != request.id:
             raise self._garbage(f"a reply to request {reply.id} instead of {request.id}")
+        self.unread = False
         return reply
 
     def post(self, request: messages.Request, deadline: float) -> bool:
@@ -118,7 +120,7 @@ class Connection:
         DeadlineExceeded, OSError."""
         request.id = messages.UNAWAITED
         frame = encode_frame(messages.encoder.encode(request))
-        self.half_sent = True
+        self.half_sent = self.unread = True
         try:
             sent = self._sock.send(frame)
         except BlockingIOError:

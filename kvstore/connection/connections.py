@@ -235,8 +235,11 @@ class Connections:
             if is_ours:
                 connection.idle_since = now = time.monotonic()
                 self._idle.append(connection)
+                # The last one that was put back is the first to be used.
                 if self._idle[0].idle_since < now - IDLE_S:
-                    self._idle.pop(0)  # the last one that was put back is the first to be used
+                    least = self._idle.pop(0)
+                    if least.unread:  # until a call over it was answered
+                        self._idle.append(least)
             connection.user = nobody  # now: one that is neither idle nor used is lost
         if not is_ours:
             connection.close()

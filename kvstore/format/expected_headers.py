@@ -8,7 +8,7 @@ from ..errors import CorruptBlock
 from .header import verify_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from .keys import Prefix
 
@@ -27,13 +27,17 @@ class ExpectedHeaders:
         self._fingerprints = prefix.schema_fingerprint + prefix.namespace_fingerprint
 
     def leading(
-        self, memory: memoryview, offsets: Sequence[int], generations: Sequence[int], first: int
+        self,
+        raws: Iterable[bytes],
+        offsets: Sequence[int],
+        generations: Sequence[int],
+        first: int = 0,
     ) -> list[bytes]:
-        """Copies of the headers at these offsets of `memory`, without the zeros at their end, as
-        far as they are those of the blocks from `first` on."""
+        """Those of `raws`, copies of headers without the zeros at their end, as far as they are of
+        the blocks from `first` on. They lie at `offsets`."""
         end = first + len(offsets)
         return self._shape.leading(
-            memory,
+            raws,
             offsets,
             generations,
             self._keys[first:end],
@@ -42,15 +46,10 @@ class ExpectedHeaders:
             self._tokens[first:end],
         )
 
-    def matches(self, index: int, raw: bytes, generation: int, offset: int) -> bool:
-        """Whether `raw`, the used bytes or more of a header, is the header of block `index`."""
-        names = self._keys[index] + self._parent(index) + self._fingerprints
-        return self._shape.matches(raw, names, generation, offset, self._tokens[index])
-
     def check(self, index: int, raw: bytes, generation: int, offset: int) -> None:
         """Raise CorruptBlock or VersionMismatch, which name what differs, unless `raw`, a whole
         header, is the header of block `index`."""
-        if self.matches(index, raw, generation, offset):
+        if self.leading([raw[: self._shape.used_bytes]], [offset], [generation], index):
             return
         verify_identity(
             raw,

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from tiffin.messenger.shm.host_copy import XXH3_64_PAGES
 
-from ..blocks.leased_blocks import LeasedExtents
-from ..client.local_node import near_link
+from ..blocks.leased_extents import LeasedExtents
 from ..deadlines import until_s
 from ..errors import (
     ClientClosed,
@@ -35,7 +34,6 @@ from ..errors import (
 )
 from ..node.core import messages
 from ..node.core.records import Reason
-from ..pool.client import PoolClient
 from ..pool.home.home import Home
 from ..verbs.block_verbs import Access
 from .device.device_memory import host_checksums
@@ -108,7 +106,7 @@ def kept_open(client: Client) -> Iterator[None]:
 
     Raises ClientClosed.
     """
-    link = near_link(client)
+    link = client.near_link
     if link is None:  # the client's blocks are in memory of this process
         yield
         return
@@ -119,7 +117,7 @@ def kept_open(client: Client) -> Iterator[None]:
 def room_wait_s(client: Client, left_s: float) -> float:
     """The timeout for a reservation in the pool. The client sends slots of a remote node at the
     commit, within the same timeout: such a reservation gets all of `left_s`."""
-    link = near_link(client)
+    link = client.near_link
     if link is None or (isinstance(link, Home) and link.away):
         return left_s
     return min(left_s, ROOM_WAIT_S)
@@ -128,11 +126,11 @@ def room_wait_s(client: Client, left_s: float) -> float:
 def fetch(client: Client, prefix: Prefix, verify: Verify, timeout_s: float) -> FetchedBlocks:
     """Fetch the leading blocks of `prefix` that the pool has. Raises the errors of `Client.get`."""
     client._check_open()
-    link = near_link(client) if prefix.schema.checksum == PAGES else None
+    link = client.near_link if prefix.schema.checksum == PAGES else None
     if link is None:
         return _get(client, prefix, verify, timeout_s)
     deadline = time.monotonic() + timeout_s
-    if not isinstance(client, PoolClient):
+    if not client.is_pool:
         return _lease(prefix, link, timeout_s)
     try:
         near = _lease(prefix, link, timeout_s)

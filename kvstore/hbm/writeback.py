@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..blocks.block_views import Slot
-    from ..client.client import Client, Slots
+    from ..client.client import Client
     from ..format.keys import Prefix
     from ..node.core.records import Replica
+    from ..verbs.slots import Slots
     from .core.hbm_core import HbmEntry
     from .device.deferred_release import DeferredReleases
     from .device.device_memory import HbmMemory, Passed

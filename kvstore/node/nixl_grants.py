@@ -9,7 +9,7 @@ had ended by then, and clients write over TCP only (docs/nixl.md).
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
 from .core import messages
@@ -17,15 +17,22 @@ from .core import messages
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tiffin.messenger.shm.host_copy import ByteArray
+
     from .core.records import Session
-    from .node import Node
 
     ReplyTo = Callable[[messages.AnyReply], None]
 
 
 @contextlib.contextmanager
-def offering(node: Node, lanes: str) -> Iterator[None]:
-    """Answer `Describe` with the node's region. `lanes`: the transports that UCX may use, such as
+def offering(
+    name: str,
+    memory: ByteArray,
+    handle: Callable[[type, Callable[[Session, Any, ReplyTo], None]], None],
+    lanes: str,
+) -> Iterator[None]:
+    """Have the node of this name answer `Describe` with its `memory`; `handle` is `Node.handle`.
+    `lanes`: the transports that UCX may use, such as
     "rc,ud".
 
     Raises InvalidInput where NIXL, or a network for it, is not available.
@@ -34,20 +41,20 @@ def offering(node: Node, lanes: str) -> Iterator[None]:
     from tiffin.messenger.nixl.bindings import NixlUnavailable
 
     try:
-        agent = NixlAgent(f"tiffin-{node.name}", lanes=lanes)
+        agent = NixlAgent(f"tiffin-{name}", lanes=lanes)
     except NixlUnavailable as error:
         raise InvalidInput(f"--nixl can't work here: {error}") from error
     try:
-        region = agent.register(node.dram.region.array)
+        region = agent.register(memory)
 
         def describe(session: Session, request: messages.Describe, reply: ReplyTo) -> None:
             reply(messages.Described(request.id, *region.description()))
 
-        node.handle(messages.Describe, describe)
+        handle(messages.Describe, describe)
         yield
     finally:
         # A client that sends `Describe` from now on reads over TCP.
-        node.handle(messages.Describe, not_offered)
+        handle(messages.Describe, not_offered)
         agent.close()
 
 

@@ -728,11 +728,15 @@ class Node(OfOneProcess):
     def statistics(self) -> dict[str, Any]:
         """Nested plain values: tiers, counters, sessions. The shape of `tiffin status --json`."""
         with self._lock:
-            return numbers_of(
-                self,
-                waiting_requests=len(self._parked) + len(self._tickets),
-                queued_moves=self._mover.queued if self._mover else 0,
-            )
+            return numbers_of(self.core, self.dram, self.nvme, self.started_at) | {
+                "node": self.name,
+                "policy": self.options.policy,
+                "draining": self.draining,
+                "key_spaces": self.announcements.numbers(),
+                "waiting_requests": len(self._parked) + len(self._tickets),
+                "queued_moves": self._mover.queued if self._mover else 0,
+                **{name: numbers() for name, numbers in self.extra_numbers.items()},
+            }
 
 
 def _only_looks(request: messages.Request) -> bool:

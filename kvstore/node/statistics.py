@@ -9,30 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..tiers.base import Tier
+    from .core.node_core import NodeCore
     from .core.records import Session
     from .core.tier_ledger import TierSpace
-    from .node import Node
 
 
-def numbers_of(node: Node, *, waiting_requests: int, queued_moves: int) -> dict[str, Any]:
+def numbers_of(core: NodeCore, dram: Tier, nvme: Tier | None, started_at: float) -> dict[str, Any]:
     """Statistics of tiers, counters and sessions. The caller must hold the node's lock."""
-    core = node.core
     return {
-        "node": node.name,
         "pid": os.getpid(),
-        "started_at": node.started_at,
-        "uptime_s": time.time() - node.started_at,
-        "policy": node.options.policy,
-        "draining": node.draining,
+        "started_at": started_at,
+        "uptime_s": time.time() - started_at,
         "blocks": len(core.index),
         "pinned_blocks": len(core.residency.pins),
-        "waiting_requests": waiting_requests,
-        "queued_moves": queued_moves,
-        "tiers": _tiers(node),
+        "tiers": _tiers([(dram, core.residency.dram), (nvme, core.residency.nvme)]),
         "counters": asdict(core.residency.counters),
-        "key_spaces": node.announcements.numbers(),
         "sessions": [_session(session) for session in core.sessions.values()],
-        **{name: numbers() for name, numbers in node.extra_numbers.items()},
     }
 
 
@@ -51,13 +43,11 @@ def _session(session: Session) -> dict[str, Any]:
     }
 
 
-def _tiers(node: Node) -> dict[str, dict[str, Any]]:
-    tiers: list[tuple[Tier, TierSpace | None]] = [(node.dram, node.core.residency.dram)]
-    if node.nvme is not None:
-        tiers.append((node.nvme, node.core.residency.nvme))
+def _tiers(tiers: list[tuple[Tier | None, TierSpace | None]]) -> dict[str, dict[str, Any]]:
     numbers = {}
     for tier, space in tiers:
-        assert space is not None
+        if tier is None or space is None:
+            continue
         medium = asdict(tier.statistics())
         numbers[str(medium["name"])] = {
             **medium,

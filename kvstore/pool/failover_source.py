@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from .. import deadlines
 from ..deadlines import GRACE_S
@@ -19,12 +18,11 @@ from ..errors import (
     StaleLease,
     TiffinError,
 )
-from ..streaming.layer_stream import outlast
 from ..streaming.local_source import LocalSource
 from .remote.remote_source import RemoteSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ..format.keys import Prefix
     from ..format.schema import HeadRange
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from .remote.peer import Peer
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # The most nodes that a stream asks for the first block, or its writer's reservation. The directory
 # lists a few holders at most; a list of fixed nodes may be long.
@@ -230,13 +227,8 @@ class FailoverSource:
         """Stop waiting for a remote node, whether for a layer or for a lease. Called some time
         after `interrupt`, from any thread. A lease that the node grants now expires there."""
         for source in (self._current, self._tried):
-            if isinstance(source, RemoteSource):
+            if source is not None:
                 source.give_up()
-
-    def break_off(self) -> None:
-        """End the waits of threads in `begin` or `advance`. From any thread."""
-        self.interrupt()
-        self.give_up()
 
     def release_dropped(self) -> None:
         """Release the leases of a stream that no caller refers to any more: those at remote nodes.
@@ -254,21 +246,3 @@ class FailoverSource:
         for source in sources:
             if source is not None:
                 source.end()
-
-
-async def interruptible(source: FailoverSource, step: Coroutine[Any, Any, T]) -> T:
-    """Await a step of a source. A cancellation interrupts the step, and is raised once the step has
-    ended, when no thread works for the source any more."""
-    running = asyncio.ensure_future(step)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        source.interrupt()
-        running.cancel()  # it may still wait for its turn
-        # A healthy node answers a lease at once, so that only a sick one is given up.
-        late = asyncio.get_running_loop().call_later(GRACE_S, source.give_up)
-        try:
-            await outlast(running)
-        finally:
-            late.cancel()
-        raise

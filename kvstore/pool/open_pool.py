@@ -1,4 +1,4 @@
-"""Opening a client of many nodes from its URL."""
+"""Opening a pool of nodes from its URL."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..errors import (
     TiffinError,
 )
 from ..node.core import messages
-from .client import PoolClient
+from .many_nodes import ManyNodes
 from .members import FixedHomeNumber, FixedMembers, HomeNumber
+from .peers import PoolOptions
 from .pool_verbs import ask_all
-from .verb_driver import PoolOptions, VerbDriver
+from .verb_driver import VerbDriver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..directory.base import NodeRecord
     from ..url import Pool
-    from ..verbs.arguments import Verify
     from .members import Members
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ LISTED_S = 1.0
 OPENING_S = HANDSHAKE_S
 
 
-def open_pool(target: Pool, verify: Verify, name: str) -> PoolClient:
-    """A client of the pool that `target` names.
+def open_pool(target: Pool, name: str) -> ManyNodes:
+    """The nodes of the pool that `target` names.
 
     Raises InvalidInput, DirectoryUnavailable; NodeUnavailable or NotAuthenticated when no node of a
     fixed list answers.
@@ -66,7 +66,7 @@ def open_pool(target: Pool, verify: Verify, name: str) -> PoolClient:
     try:
         call = deadlines.Within(OPENING_S)
         home, number = call.run(lambda: _reach(driver, target, name))
-        return PoolClient(driver, verify, home=home, home_number=number, admission=target.admission)
+        return ManyNodes(driver, home=home, home_number=number, admission=target.admission)
     except BaseException:
         driver.close()
         if home is not None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..directory.base import NodeRecord
     from ..format.keys import Prefix
     from ..node.core import messages
-    from .read_results import ReadOutcome
 
 # The home node in a plan. No node has this number; home's own in the directory changes, and may not
 # be known yet.
@@ -35,6 +34,20 @@ TOGETHER_MAX = 4
 # Reasons for which the node is not asked again in this call or, if it stalled and was given up
 # early, only as the last candidate; the other reasons are about one block.
 _NODE_FAILED = ("lost", "stalled", "deadline")
+
+
+@dataclass(slots=True)
+class ReadOutcome:
+    """The leading blocks of a run that arrived whole and verified. `reason` is why there are not
+    more: a `Reason` in lower case, or "lost" (the node or the link to it), "stalled" (it sends
+    nothing). `generations` has one per block; none for blocks that were leased in place."""
+
+    blocks: int
+    reason: str | None
+    generations: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    seconds: float = 0.0
+    answered: bool = False  # whether the node sent any reply
 
 
 @dataclass(slots=True)

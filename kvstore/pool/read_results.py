@@ -3,7 +3,7 @@ that the caller gets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,36 +11,22 @@ import numpy as np
 from tiffin.messenger.budget import Priority
 
 from ..blocks.block_views import Block, Blocks
-from ..client.client import LeasedBlocks
+from ..verbs.leased_blocks import LeasedBlocks
+from .pool_verbs import HomeState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from ..blocks.block_views import Selection
     from ..format.keys import Prefix
     from ..verbs.block_verbs import Access, PutResult
-    from .home.home import Home
-    from .pool_verbs import Outcome
+    from .pool_verbs import Outcome, ReadOutcome
     from .remote.block_write import BlockSeals
     from .replica_choice import ReplicaRun
 
     Bytes = NDArray[np.uint8]
-
-
-@dataclass(slots=True)
-class ReadOutcome:
-    """The leading blocks of a run that arrived whole and verified. `reason` is why there are not
-    more: a `Reason` in lower case, or "lost" (the node or the link to it), "stalled" (it sends
-    nothing). `generations` has one per block; none for blocks that were leased in place."""
-
-    blocks: int
-    reason: str | None
-    generations: list[int] = field(default_factory=list)
-    nbytes: int = 0
-    seconds: float = 0.0
-    answered: bool = False  # whether the node sent any reply
 
 
 class ReplicaNode(Protocol):
@@ -60,6 +46,20 @@ class ReplicaNode(Protocol):
         node can take them. Raises NodeUnavailable, DeadlineExceeded, Draining, InvalidInput."""
 
 
+class HomeNode(ReplicaNode, HomeState, Protocol):
+    """The home node as a replica: see `Home`."""
+
+    def copy_here(
+        self,
+        part: Prefix,
+        located: Sequence[tuple[int, ...]],
+        read: Callable[[Reader, float, Sequence[tuple[int, ...]]], Outcome],
+        deadline: float,
+    ) -> int:
+        """Copy blocks into the home node from their holders, which `read` reads; how many leading
+        blocks are there then."""
+
+
 @dataclass(slots=True)
 class Reader:
     """What one read wants, and where its blocks go: `memory(i)` is the target of block i, packed.
@@ -71,7 +71,7 @@ class Reader:
     access: Access
     selection: Selection
     memory: Callable[[int], Bytes]
-    home: Home | None = None
+    home: HomeNode | None = None
     leases: list[LeasedBlocks] | None = None
     priority: Priority = Priority.PREFILL
 

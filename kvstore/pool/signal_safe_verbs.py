@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 from tiffin.messenger.signal_safe import off_main_thread, uninterrupted
 from tiffin.messenger.tcp.pending_connect import Caller
 
-from ..client.async_client import give_back
+from ..verbs.leased_blocks import LeasedBlocks
+from ..verbs.slots import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,3 +40,11 @@ def given_up_together(action: Callable[[], T], cancel: Callable[[], object] = la
 
 
 in_one_piece = off_main_thread(lambda _, action: given_up_together(action))
+
+
+def give_back(outcome: object) -> None:
+    """Give back the outcome of a call that was given up: leases or slots."""
+    if isinstance(outcome, LeasedBlocks):
+        outcome.release()
+    elif isinstance(outcome, Slots):
+        outcome.abort()

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from tiffin.messenger.signal_safe import Forsaken
 
 from .. import deadlines
 from ..blocks.block_views import Slot, select_shard
-from ..client.client import Slots
 from ..deadlines import until_s
 from ..errors import (
     ClientClosed,
@@ -36,9 +35,10 @@ from ..errors import (
 from ..node.core import messages
 from ..node.core.node_core import ReserveStatus
 from ..node.core.records import Kept
-from ..streaming.publish import published_segments
 from ..verbs.arguments import check_blocks, verb
 from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, ReservedSlots
+from ..verbs.publish import published_segments
+from ..verbs.slots import Slots
 from .put_placement import ROOM_WAIT_S, TRIES_MAX
 from .remote.block_write import BlockSeals, RemoteReservation, reserve
 from .remote.peer import POST_TIMEOUT_S
@@ -50,9 +50,33 @@ if TYPE_CHECKING:
 
     from ..format.keys import Prefix
     from ..format.schema import AnyShard
-    from .client import PoolClient
+    from ..verbs.block_verbs import PutResult
+    from .verb_driver import VerbDriver
 
 log = logging.getLogger(__name__)
+
+
+class StagingNodes(Protocol):
+    """What slots need of the pool: see `ManyNodes`."""
+
+    driver: VerbDriver
+
+    def exists(self, prefix: Prefix, timeout_s: float) -> list[bool]:
+        """Whether any node has each block."""
+
+    def put(
+        self,
+        prefix: Prefix,
+        payloads: Sequence[Any],
+        shard: AnyShard | None,
+        timeout_s: float,
+        *,
+        node: int | None,
+    ) -> PutResult:
+        """Put blocks to one node, `node` if that is named."""
+
+    def locate(self, keys: Sequence[bytes]) -> list[tuple[int, ...]]:
+        """The nodes that may have each block."""
 
 
 class StagedSlots(Slots):
@@ -63,7 +87,7 @@ class StagedSlots(Slots):
     def __init__(
         self,
         prefix: Prefix,
-        client: PoolClient,
+        nodes: StagingNodes,
         timeout_s: float,
         deadline: float,
         shard: AnyShard | None = None,
@@ -74,9 +98,9 @@ class StagedSlots(Slots):
         """
         selection, size = select_shard(prefix.schema, shard), prefix.schema.extent_bytes
         if node is None:
-            flags = client.exists(prefix, timeout_s=until_s(deadline))
+            flags = nodes.exists(prefix, until_s(deadline))
         else:
-            flags = _resident_at(client, node, prefix, until_s(deadline))
+            flags = _resident_at(nodes, node, prefix, until_s(deadline))
         slots = [
             Slot(np.zeros(size, np.uint8), selection, index, 0, 0)
             for index, resident in enumerate(flags)
@@ -85,7 +109,7 @@ class StagedSlots(Slots):
         resident = tuple(index for index, flag in enumerate(flags) if flag)
         super().__init__(prefix, ReservedSlots(slots, 0, resident), None)  # type: ignore[arg-type]
         self.node = node
-        self._client = client
+        self._nodes = nodes
         self._timeout_s = timeout_s
         self._selection = selection
         self._named = node
@@ -156,7 +180,7 @@ class StagedSlots(Slots):
                 log.info("not reserved at node %d: %s", number, error)
                 failure = error
                 if isinstance(error, NodeUnavailable | DeadlineExceeded):
-                    self._client._driver.links.failed(number, time.monotonic())
+                    self._nodes.driver.links.failed(number, time.monotonic())
         if failure is not None:
             raise failure
         raise NoRoom(
@@ -169,10 +193,10 @@ class StagedSlots(Slots):
         """
         if self._named is not None:
             return [self._named]
-        driver, schema = self._client._driver, self.prefix.schema
+        driver, schema = self._nodes.driver, self.prefix.schema
         nodes = driver.nodes()
         down = driver.links.down(time.monotonic())
-        before = self._client._locate(self.prefix.keys[first - 1 : first])[0] if first else ()
+        before = self._nodes.locate(self.prefix.keys[first - 1 : first])[0] if first else ()
         able = [n for n in before if n in nodes and n not in down and not nodes[n].draining]
         size = len(self._slots) * schema.extent_bytes
         others = place(nodes, TRIES_MAX, size, driver.dice, without={*able, *down})
@@ -181,7 +205,7 @@ class StagedSlots(Slots):
     def _reserve_at(self, number: int, slots: list[Slot], deadline: float) -> bool:
         """Make one reservation per run of consecutive slots. False if the node granted nothing and
         knows none of the blocks (no room): then another node may take them."""
-        peer = self._client._driver.peer(number)
+        peer = self._nodes.driver.peer(number)
         made: list[RemoteReservation] = []
         resident, busy = [], []
         seals = self._seals()
@@ -241,13 +265,8 @@ class StagedSlots(Slots):
         left = [slot for slot in self._slots if not slot.skipped and slot.index not in done]
         for first, part in consecutive(left):
             piece = self.prefix[first : first + len(part)]
-            result = self._client.put(
-                piece,
-                [slot.view for slot in part],
-                shard=self._selection.shard,
-                node=self._named,
-                timeout_s=until_s(deadline),
-            )
+            views, shard = [slot.view for slot in part], self._selection.shard
+            result = self._nodes.put(piece, views, shard, until_s(deadline), node=self._named)
             stored += [first + index for index in result.stored]
             pending += [first + index for index in result.pending]
         self.stored, self.pending = tuple(sorted(stored)), tuple(sorted(pending))
@@ -270,7 +289,7 @@ class StagedSlots(Slots):
                 self._give_up(error)
                 self._note_lost(error)
                 if self.node is not None:
-                    self._client._driver.links.failed(self.node, time.monotonic())
+                    self._nodes.driver.links.failed(self.node, time.monotonic())
                 continue
             except BaseException as error:
                 self._give_up(error)
@@ -285,7 +304,7 @@ class StagedSlots(Slots):
             raise StaleLease(f"the reservation of this rank was lost: {self._lost}")
         if stored and self.node is not None:
             keys = [self.prefix.keys[index] for index in stored]
-            self._client._driver.placements.note(self.node, keys, time.monotonic())
+            self._nodes.driver.placements.note(self.node, keys, time.monotonic())
         return stored, pending, done
 
     def _note_lost(self, error: TiffinError) -> None:
@@ -311,7 +330,7 @@ class StagedSlots(Slots):
             rest = reservations[index + 1 :]
             if rest and time.monotonic() - began >= POST_TIMEOUT_S:
                 with contextlib.suppress(ClientClosed):
-                    self._client._driver._submit(_abort_each, rest)
+                    self._nodes.driver._submit(_abort_each, rest)
                 return
 
 
@@ -320,11 +339,11 @@ def _abort_each(reservations: Sequence[RemoteReservation]) -> None:
         reservation.abort()
 
 
-def _resident_at(client: PoolClient, node: int, prefix: Prefix, timeout_s: float) -> list[bool]:
+def _resident_at(nodes: StagingNodes, node: int, prefix: Prefix, timeout_s: float) -> list[bool]:
     check_blocks(prefix)
     if not len(prefix):
         return []
-    reply = client._driver.ask(node, messages.Exists(0, prefix.key_bytes), timeout_s)
+    reply = nodes.driver.ask(node, messages.Exists(0, prefix.key_bytes), timeout_s)
     return [bool(flag) for flag in reply.flags]
 
 

@@ -94,6 +94,14 @@ class LayerSource(Protocol):
     def end(self) -> None:
         """Release the lease; idempotent."""
 
+    def interrupt(self) -> None:
+        """Make a thread that waits in `advance` return soon; call `end` afterwards. From any
+        thread."""
+
+    def give_up(self) -> None:
+        """Stop waiting for a remote node, whether for a layer or for a lease. Called some time
+        after `interrupt`, from any thread. A lease that the node grants now expires there."""
+
 
 class NodeSource(ABC):
     """A `LayerSource` at one node.
@@ -264,9 +272,11 @@ class NodeSource(ABC):
             raise CorruptBlock(f"block {block} of a stream: checksum of layer {layer} differs")
 
     def interrupt(self) -> None:
-        """Make a thread that waits in `advance` return soon, with an error; call `end` afterwards.
-        Thread-safe."""
+        """See `LayerSource.interrupt`."""
         self._interrupted = True
+
+    def give_up(self) -> None:  # noqa: B027 - at a node on this host there is nothing to do
+        """See `LayerSource.give_up`."""
 
     def end(self) -> None:
         """See `LayerSource.end`."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from .. import deadlines
 from ..after_fork import OfOneProcess
 from ..connection.loop_threads import in_thread
+from ..deadlines import GRACE_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from ..format.keys import Prefix
     from .layer_source import LayerSource, StreamedLayer
+
+
+T = TypeVar("T")
 
 
 class _Stream(OfOneProcess):
@@ -105,12 +109,11 @@ class AsyncLayerStream(_Stream):
     """`LayerStream` for `async for` and `async with`."""
 
     def __init__(
-        self,
-        source: LayerSource,
-        run: Callable[[Callable[[], Any]], Awaitable[Any]],
-        timeout_s: float,
+        self, stream: LayerStream, run: Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
     ) -> None:
-        super().__init__(source, timeout_s)
+        """`run` carries out a step of `stream` in a thread."""
+        super().__init__(stream._source, stream._timeout_s)
+        self._stream = stream  # when nobody refers to it any more, its lease is given back
         self._run = run
 
     async def __aenter__(self) -> Self:
@@ -164,3 +167,21 @@ async def outlast(running: asyncio.Future[Any]) -> None:
             await asyncio.wait([running])
     if not running.cancelled():
         running.exception()  # mark as retrieved, so that asyncio does not log it
+
+
+async def interruptible(source: LayerSource, step: Coroutine[Any, Any, T]) -> T:
+    """Await a step of a source. A cancellation interrupts the step, and is raised once the step has
+    ended, when no thread works for the source any more."""
+    running = asyncio.ensure_future(step)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        source.interrupt()
+        running.cancel()  # it may still wait for its turn
+        # A healthy node answers a lease at once, so that only a sick one is given up.
+        late = asyncio.get_running_loop().call_later(GRACE_S, source.give_up)
+        try:
+            await outlast(running)
+        finally:
+            late.cancel()
+        raise

@@ -22,7 +22,7 @@ from tiffin.messenger.shm import host_copy
 
 from .. import deadlines
 from ..blocks.block_views import Block, Blocks, Selection, Slot, select_shard
-from ..blocks.leased_blocks import LeasedExtents, check
+from ..blocks.leased_extents import LeasedExtents, check
 from ..blocks.selection_copy import all_checksums, copy_hashed, source_views
 from ..deadlines import GRACE_S, until_s
 from ..errors import DeadlineExceeded, NoRoom
@@ -507,7 +507,7 @@ def _seal_in_place(prefix: Prefix, slot: Slot) -> bytes:
     if published is None:
         found = host_copy.hash_segments(slot.view, selection.spans, schema.checksum)
         return _seal(prefix, slot, all_checksums(selection, found))
-    missing = published.missing(selection)
+    missing = published.missing(selection.segments)
     if missing:
         spans = [(schema.segments[n].offset, schema.segments[n].length) for n in missing]
         published.note(missing, host_copy.hash_segments(slot.view, spans, schema.checksum))

@@ -29,9 +29,10 @@ from tiffin.kvstore.errors import DirectoryUnavailable
 from tiffin.kvstore.node.core.node_core import CoreOptions
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.publisher import PublisherOptions
-from tiffin.kvstore.pool.client import PoolClient
+from tiffin.kvstore.pool.many_nodes import ManyNodes
 from tiffin.kvstore.pool.members import HomeNumber
-from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
+from tiffin.kvstore.pool.peers import PoolOptions
+from tiffin.kvstore.pool.verb_driver import VerbDriver
 
 if TYPE_CHECKING:
     import socket
@@ -218,7 +219,7 @@ class Cluster:
         credentials: Credentials | None = None,
         name: str = "client",
         **numbers: Any,
-    ) -> PoolClient:
+    ) -> Client:
         """A client; closed with the cluster if the test does not close it."""
         members = members or EmbeddedDirectory.named(f"default:{self.name}")
         driver = VerbDriver(members, credentials or self.credentials, name, PoolOptions(**numbers))
@@ -226,13 +227,9 @@ class Cluster:
         if home is not None:
             link = LocalLink(home.node, name, owns_node=False)
             number = HomeNumber(driver.nodes, host_id(), home.socket)
-        client = PoolClient(
-            driver,
-            verify,
-            home=link,
-            home_number=number or (lambda: None),
-            admission=admission,
-        )
+        number = number or (lambda: None)
+        nodes = ManyNodes(driver, home=link, home_number=number, admission=admission)
+        client = Client(nodes, verify)
         self._stack.callback(client.close)
         return client
 
@@ -297,7 +294,7 @@ class Held:
         return self._action(*arguments, **keywords)
 
 
-def check(client: PoolClient, prefix: Prefix) -> None:
+def check(client: Client, prefix: Prefix) -> None:
     """All blocks of the prefix are there, and right."""
     with client.get(prefix) as blocks:
         assert blocks.complete, blocks
@@ -312,7 +309,7 @@ def fill(member: Member, blocks: int) -> list[Prefix]:
     return prefixes
 
 
-def state_of(client: PoolClient) -> Home:
+def state_of(client: Client) -> Home:
     """A client's state of its home node."""
-    assert client._home is not None
-    return client._home
+    assert client.near_link is not None
+    return client.near_link

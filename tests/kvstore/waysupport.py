@@ -27,8 +27,7 @@ from tiffin.kvstore.directory import EmbeddedDirectory, host_id
 from tiffin.kvstore.node.node import Node
 from tiffin.kvstore.node.publisher import PublisherOptions
 from tiffin.kvstore.node.server.tcp_server import RemoteService
-from tiffin.kvstore.pool.async_client import AsyncPoolClient
-from tiffin.kvstore.pool.client import PoolClient as ManyClient
+from tiffin.kvstore.pool.many_nodes import ManyNodes
 from tiffin.kvstore.pool.members import HomeNumber
 from tiffin.kvstore.pool.verb_driver import VerbDriver
 
@@ -97,13 +96,14 @@ class TwoNodes:
         self._stack.enter_context(in_a_pool(node, options, address, self.PUBLISHING))
         return node
 
-    def open(self, name: str, verify: Any = "always", admission: str = "never") -> ManyClient:
+    def open(self, name: str, verify: Any = "always", admission: str = "never") -> Client:
         """A client whose home is `home`."""
         members = EmbeddedDirectory.named(f"default:{self._name}")
         driver = VerbDriver(members, Credentials(), f"{name} from afar")
         number = HomeNumber(driver.nodes, host_id(), f"/nowhere/{self._name}/home")
         link = LocalLink(self.home, name, owns_node=False)
-        return ManyClient(driver, verify, home=link, home_number=number, admission=admission)
+        nodes = ManyNodes(driver, home=link, home_number=number, admission=admission)
+        return Client(nodes, verify)
 
     def put_far(self, prefix: Prefix) -> None:
         """Store it in `far`."""
@@ -219,24 +219,17 @@ class PoolClient:
 
     def call(self, request: Any, timeout_s: float = 5.0) -> Any:
         """Send a message directly, without the verbs."""
-        if self.pool.kind == "pool":
-            return self._home.call(request, timeout_s)
-        return self._link.call(request, timeout_s)
+        return self._near.call(request, timeout_s)
 
     @property
     def mapping(self) -> Mapping:
         """The DRAM of the node that takes puts, as this client maps it."""
-        link = self._home if self.pool.kind == "pool" else self._link
-        mapping: Mapping = link.mapping
+        mapping: Mapping = self._near.mapping
         return mapping
 
     @property
-    def _link(self) -> Any:
-        return getattr(self.raw, "_client", self.raw)._link
-
-    @property
-    def _home(self) -> Any:
-        return getattr(self.raw, "_client", self.raw)._home
+    def _near(self) -> Any:
+        return getattr(self.raw, "_client", self.raw).near_link
 
     @property
     def memory(self) -> Bytes:
@@ -312,7 +305,7 @@ class Pool:
         if isinstance(self.host, TwoNodes):
             client = self.host.open(name, **keywords)
             asynchronous = self.way.startswith("asyncio")
-            return self.loop.call(AsyncPoolClient, client) if asynchronous else client
+            return self.loop.call(AsyncClient, client) if asynchronous else client
         if self.way.startswith("asyncio"):
             if isinstance(self.host, Node):
                 return self.loop.run(AsyncClient.attach(self.host, name=name, **keywords))

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiffin.kvstore import Client
 from tiffin.kvstore.blocks.block_views import select
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import StaleLease, TiffinError
 from tiffin.kvstore.format.header import relocate_header
 from tiffin.kvstore.node.core import messages
-from tiffin.kvstore.pool.client import PoolClient
+from tiffin.kvstore.pool.many_nodes import ManyNodes
+from tiffin.kvstore.pool.peers import PoolOptions
 from tiffin.kvstore.pool.remote.block_read import ArrivedSegments, fetch
 from tiffin.kvstore.pool.remote.block_write import BlockSeals
 from tiffin.kvstore.pool.remote.peer import Peer, as_ours
-from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
+from tiffin.kvstore.pool.verb_driver import VerbDriver
 from tiffin.kvstore.verbs.block_verbs import DEFAULT_TIMEOUT_S, Access
 from tiffin.messenger.transport import Range
 
@@ -40,7 +42,7 @@ TIMEOUTS_S = (0.05, 0.3, 1.0, 4.0, 4.0)
 
 
 class User:
-    """A process with one `PoolClient` that reads, writes and forgets until `until`."""
+    """A process with one `Client` that reads, writes and forgets until `until`."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class User:
 
     def _live(self) -> None:
         client = self._open()
-        verbs: dict[Callable[[PoolClient, float], None], int] = {
+        verbs: dict[Callable[[Client, float], None], int] = {
             self._get: 30,
             self._view: 14,
             self._put: 22,
@@ -106,19 +108,19 @@ class User:
         client.close()
         self.finished = True
 
-    def _open(self) -> PoolClient:
+    def _open(self) -> Client:
         assert self.process is not None
         directory = SimulatedDirectory(self.machinery.directory, self.name)
         options = PoolOptions(hedge_s=self._dice.choice((0.1, 5.0)))
         driver = VerbDriver(directory, Credentials(), self.name, options)
         home = self.home
-        return PoolClient(
+        nodes = ManyNodes(
             driver,
-            self.verify,  # type: ignore[arg-type]
             home=self._link,  # type: ignore[arg-type]
             home_number=lambda: home.published_number() or None if home is not None else None,
             admission=self._dice.choice(("always", "second", "never")),
         )
+        return Client(nodes, self.verify)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def _in_time(self, what: str, timeout_s: float) -> Iterator[None]:
@@ -159,7 +161,7 @@ class User:
 
     # -- verbs -----------------------------------------------------------------------------------
 
-    def _get(self, client: PoolClient, timeout_s: float) -> None:
+    def _get(self, client: Client, timeout_s: float) -> None:
         prefix = self._some(reading=True)
         into = np.zeros((len(prefix), SCHEMA.block_bytes), np.uint8)
         with client.get(prefix, into=into, timeout_s=timeout_s) as blocks:
@@ -168,7 +170,7 @@ class User:
             self._explained(blocks)
             self.world.note(f"{self.name} got {len(blocks)} of {len(prefix)}: {blocks.reason}")
 
-    def _view(self, client: PoolClient, timeout_s: float) -> None:
+    def _view(self, client: Client, timeout_s: float) -> None:
         """Read the blocks in place, more than once."""
         prefix = self._some(reading=True)
         with client.get(prefix, timeout_s=timeout_s) as blocks:
@@ -181,7 +183,7 @@ class User:
                 self.process.stops += 1
                 self.world.sleep(self._dice.uniform(0, 0.2))
 
-    def _put(self, client: PoolClient, timeout_s: float, replicas: int = 1) -> None:
+    def _put(self, client: Client, timeout_s: float, replicas: int = 1) -> None:
         prefix = self._some()
         if prefix.keys[0] in LIED_ABOUT:
             return
@@ -189,10 +191,10 @@ class User:
         sync = self._dice.random() < 0.7
         client.put(prefix, payloads, timeout_s=timeout_s, replicas=replicas, sync=sync)
 
-    def _put_twice(self, client: PoolClient, timeout_s: float) -> None:
+    def _put_twice(self, client: Client, timeout_s: float) -> None:
         self._put(client, timeout_s, replicas=2)
 
-    def _write_in_place(self, client: PoolClient, timeout_s: float) -> None:
+    def _write_in_place(self, client: Client, timeout_s: float) -> None:
         """Write in two calls, each with a deadline of its own."""
         assert self.process is not None
         prefix, slots = self._dice.choice(PREFIXES), None
@@ -205,10 +207,10 @@ class User:
                 slots.commit()
         self.process.stops += 1  # there is no deadline for both together
 
-    def _remove(self, client: PoolClient, timeout_s: float) -> None:
+    def _remove(self, client: Client, timeout_s: float) -> None:
         client.remove(self._some(), timeout_s=timeout_s)
 
-    def _pass(self, client: PoolClient, timeout_s: float) -> None:
+    def _pass(self, client: Client, timeout_s: float) -> None:
         """Put a prompt, let others read and copy it, and remove it: it must not come back."""
         assert self.process is not None
         numbers, machinery = sorted(client.nodes()), self.machinery
@@ -241,23 +243,23 @@ class User:
                 machinery.passing.remove(prefix)
             self.process.stops += 1  # there is no deadline for both together
 
-    def _copy(self, client: PoolClient, prefix: Prefix, to: int) -> None:
+    def _copy(self, client: Client, prefix: Prefix, to: int) -> None:
         with contextlib.suppress(TiffinError):
             client.replicate(prefix, [to], timeout_s=0.5)
 
-    def _pin(self, client: PoolClient, timeout_s: float) -> None:
+    def _pin(self, client: Client, timeout_s: float) -> None:
         hard = self._dice.random() < 0.2
         client.pin(self._some(), ttl_s=self._dice.uniform(0.2, 2), hard=hard, timeout_s=timeout_s)
 
-    def _match(self, client: PoolClient, timeout_s: float) -> None:
+    def _match(self, client: Client, timeout_s: float) -> None:
         prefix = self._some()
         assert client.match(prefix, timeout_s=timeout_s).blocks <= len(prefix)
 
-    def _exists(self, client: PoolClient, timeout_s: float) -> None:
+    def _exists(self, client: Client, timeout_s: float) -> None:
         prefix = self._some()
         assert len(client.exists(prefix, timeout_s=timeout_s)) == len(prefix)
 
-    def _replicate(self, client: PoolClient, timeout_s: float) -> None:
+    def _replicate(self, client: Client, timeout_s: float) -> None:
         numbers = sorted(client.nodes())
         if numbers:
             client.replicate(

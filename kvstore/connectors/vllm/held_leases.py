@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ...blocks.block_places import BlockPlaces, RegionId
-    from ...client.client import LeasedBlocks
+    from ...verbs.leased_blocks import LeasedBlocks
     from .orders import LoadOrder
 
 # How long a lease waits for the engine to have pages for its request. Leased blocks can't be

@@ -20,7 +20,6 @@ from ...errors import (
     TiffinError,
 )
 from ...health import Health
-from ...pool.client import PoolClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +44,7 @@ _FAILURES = (NodeUnavailable, DeadlineExceeded, ProtocolError, ClientClosed, Con
 def at_node(client: Client, node: int | None) -> dict[str, Any]:
     """The argument of `match` and `stream` for the node with this number, if it is known; a client
     of one node has none."""
-    return {"node": node} if node is not None and isinstance(client, PoolClient) else {}
+    return {"node": node} if node is not None and client.is_pool else {}
 
 
 class PoolLink:
@@ -110,7 +109,7 @@ class PoolLink:
         """The number of the node on this host in the pool's directory; None if it has none, or is
         not known yet."""
         client = self._client
-        return client.home_number if isinstance(client, PoolClient) else None
+        return None if client is None else client.home_number
 
     def announce(self, space: Callable[[], KeySpace]) -> None:
         """Keep the pool told of `space()`, from a thread, until the last `close`."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import InvalidInput, NodeUnavailable, StaleLease, TiffinError
 from ...node.core.records import BEING_WRITTEN, IN_DRAM
-from ...pool.client import IN_PEER
+from ...pool.many_nodes import IN_PEER
 from ...verbs.block_verbs import Hit
 from .handoff import NOTHING
 from .held_leases import HeldBlocks, HeldLeases

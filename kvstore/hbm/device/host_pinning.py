@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 from tiffin.messenger.errors import MessengerError
 from tiffin.messenger.gpu.pinning import Pinned
 
-from ...client.local_node import near_link
 from ...errors import TiffinError
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class PinnedPool:
     def _mapped(self) -> tuple[Bytes, ...]:
         """The client's current mappings; if it is closed or its node is down, the last ones."""
         try:
-            link = near_link(self._client)
+            link = self._client.near_link
             return () if link is None else link.mapping.all
         except TiffinError:
             return tuple(attempt.memory for attempt in self._current)

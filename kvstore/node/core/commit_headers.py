@@ -9,7 +9,7 @@ from tiffin.messenger.log_rate_limit import Ration
 
 from ...errors import CorruptBlock, InvalidInput, VersionMismatch
 from ...format.header import is_header_of, read_header
-from .precommit_reads import Sealed
+from .sealed import Sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING
 from ...errors import InvalidInput, StaleLease
 from ...format.header import BlockState
 from .placement import Residency
-from .precommit_reads import Followed
 from .records import (
     BEING_WRITTEN,
     IN_DRAM,
     BlockRecord,
+    Followed,
     Kept,
     LeaseRecord,
     MoveOutcome,

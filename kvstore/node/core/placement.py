@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 from ...format.header import BlockState
 from ...tiers.base import TierName
 from .block_index import ResidentBlocks
-from .precommit_reads import Published
 from .records import (
     IN_DRAM,
     IN_NVME,
@@ -37,6 +36,7 @@ from .records import (
     MoveOutcome,
     MovePriority,
     PinLevel,
+    Published,
     Removal,
     Replica,
     Wipe,

@@ -11,89 +11,24 @@ Pure: no I/O and no clock; the caller of `Watch.look` reads the headers of commi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import InvalidInput, StaleLease
 from ...format.header import CHECKSUM_BYTES, PAGE_BYTES, BlockState
 from . import messages
+from .records import Exposed
+from .sealed import SegmentPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
-    from ...format.header import Header
     from .node_core import NodeCore
-    from .records import LeaseRecord, Replica, Session
+    from .records import Followed, LeaseRecord, Replica, Session
+    from .sealed import Sealed
 
 _READABLE = (BlockState.COMMITTED, BlockState.EVICTING)
-
-
-class SegmentPart(NamedTuple):
-    """One segment: its byte range in the block's extent, and the checksum from its writer."""
-
-    offset: int
-    length: int
-    checksum: int
-
-
-class Published(dict["Replica", dict[int, SegmentPart]]):
-    """The published segments of blocks that are not committed yet, by segment index.
-
-    `version` grows with every publication, so that a waiting `Await` checks only after a change.
-    """
-
-    version = 0
-
-    def add(self, replicas: Sequence[Replica], parts: Sequence[dict[int, SegmentPart]]) -> None:
-        """Record complete segments: `parts[i]` of `replicas[i]`, by segment index."""
-        for replica, more in zip(replicas, parts, strict=True):
-            self.setdefault(replica, {}).update(more)
-        self.version += 1
-
-
-class Sealed:
-    """Byte ranges of a committed block's segments in its extent, and their checksums, by index."""
-
-    __slots__ = ("_checksums", "_lengths", "_offsets")
-
-    def __init__(self, header: Header) -> None:
-        self._lengths = header.segment_bytes.astype(np.int64)
-        self._offsets = header.header_bytes + np.cumsum(self._lengths) - self._lengths
-        self._checksums = header.checksums
-
-    def parts(self, segments: NDArray[np.intp]) -> list[SegmentPart]:
-        """These segments. Raises InvalidInput for an index beyond the block's segments."""
-        if len(segments) and int(segments.max()) >= len(self._lengths):
-            raise InvalidInput(
-                f"segment {int(segments.max())} of a block of {len(self._lengths)} segments: "
-                "followers and writers use one schema"
-            )
-        chosen = (self._offsets[segments], self._lengths[segments], self._checksums[segments])
-        return [
-            SegmentPart(*part) for part in zip(*(array.tolist() for array in chosen), strict=True)
-        ]
-
-
-class Exposed(NamedTuple):
-    """A byte range of one extent that a follower may read now."""
-
-    replica: Replica
-    offset: int
-    length: int
-
-
-class Followed:
-    """Additional state of a follower's lease: the byte ranges that its last await exposed, which
-    are all that it may read, and a cache of its committed blocks' segments."""
-
-    __slots__ = ("exposed", "sealed")
-
-    def __init__(self) -> None:
-        self.exposed: list[Exposed] = []
-        self.sealed: dict[Replica, Sealed] = {}
 
 
 def publish(core: NodeCore, session: Session, request: messages.Publish) -> int:

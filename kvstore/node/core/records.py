@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...format.header import BlockState
+from .sealed import SegmentPart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...tiers.base import TierName
-    from .precommit_reads import Followed
+    from .sealed import Sealed
 
 # Bits of `BlockRecord.where`, and of the byte per block that `match` returns.
 IN_DRAM = 1
@@ -235,6 +236,40 @@ class Kept(enum.IntEnum):
     REFUSED = 0
     STORED = 1
     PENDING = 2
+
+
+class Published(dict["Replica", dict[int, SegmentPart]]):
+    """The published segments of blocks that are not committed yet, by segment index.
+
+    `version` grows with every publication, so that a waiting `Await` checks only after a change.
+    """
+
+    version = 0
+
+    def add(self, replicas: Sequence[Replica], parts: Sequence[dict[int, SegmentPart]]) -> None:
+        """Record complete segments: `parts[i]` of `replicas[i]`, by segment index."""
+        for replica, more in zip(replicas, parts, strict=True):
+            self.setdefault(replica, {}).update(more)
+        self.version += 1
+
+
+class Exposed(NamedTuple):
+    """A byte range of one extent that a follower may read now."""
+
+    replica: Replica
+    offset: int
+    length: int
+
+
+class Followed:
+    """Additional state of a follower's lease: the byte ranges that its last await exposed, which
+    are all that it may read, and a cache of its committed blocks' segments."""
+
+    __slots__ = ("exposed", "sealed")
+
+    def __init__(self) -> None:
+        self.exposed: list[Exposed] = []
+        self.sealed: dict[Replica, Sealed] = {}
 
 
 class LeaseRecord:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ...client.client import LeasedBlocks
 from ...deadlines import until_s
 from ...errors import DeadlineExceeded, NoRoom
 from ...verbs import block_verbs
-from ..read_results import ReadOutcome
+from ...verbs.leased_blocks import LeasedBlocks
+from ..pool_verbs import ReadOutcome
 from .home_link import HomeLink
 from .read_through import HomeCopies
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ...connection.connection import NodeAnswer
-    from ...connection.node_link import CallGate, NodeLink
-    from ...connection.region_mapping import Mapping
+    from ...connection.node_link import NodeLink
     from ...format.keys import Prefix
     from ...format.schema import Shard
     from ...node.core import messages
     from ...verbs.block_verbs import PutResult, ReservedSlots
+    from ..peers import Peers
+    from ..pool_verbs import Outcome
     from ..read_results import Reader
     from ..remote.block_write import BlockSeals
     from ..replica_choice import ReplicaRun
-    from ..verb_driver import VerbDriver
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -44,12 +44,12 @@ class Home(HomeLink):
         self,
         link: NodeLink,
         number: Callable[[], int | None],
-        driver: VerbDriver,
+        peers: Peers,
         admission: str = "second",
     ) -> None:
         """`number()` is its number in the directory; a restart changes it. `admission`: which
         blocks of other nodes are copied here (`HomeCopies`)."""
-        super().__init__(link, number, driver)
+        super().__init__(link, number, peers)
         self._copies = HomeCopies(admission)
         self.wants, self.saw = self._copies.wants, self._copies.saw
 
@@ -86,11 +86,11 @@ class Home(HomeLink):
         self,
         part: Prefix,
         located: Sequence[tuple[int, ...]],
-        driver: VerbDriver,
+        read: Callable[[Reader, float, Sequence[tuple[int, ...]]], Outcome],
         deadline: float,
     ) -> int:
-        """Copy blocks from their holders into slots here: see `HomeCopies.bring`."""
-        return self._copies.bring(part, located, self, driver, deadline)
+        """See `HomeNode.copy_here` and `HomeCopies.bring`."""
+        return self._copies.bring(part, located, self, read, deadline)
 
     def reserve(
         self, prefix: Prefix, room_s: float, timeout_s: float, shard: Shard | None, *, patient: bool
@@ -119,7 +119,7 @@ class Home(HomeLink):
     def patient(self) -> NodeLink:
         """The same link for requests that only the home node can serve, such as those for slots in
         its memory."""
-        return cast("NodeLink", _Patient(self))  # its gate is read-only
+        return cast("NodeLink", _Patient(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +128,9 @@ class _Patient:
 
     home: Home
 
-    @property
-    def gate(self) -> CallGate:
-        """See `NodeLink.gate`."""
-        return self.home.gate
-
-    @property
-    def mapping(self) -> Mapping:
-        """See `NodeLink.mapping`."""
-        return self.home.mapping
-
     def call(self, request: messages.Request, timeout_s: float) -> NodeAnswer:
         """See `NodeLink.call`."""
         return self.home.call(request, timeout_s, patient=True)
 
-    def post(self, request: messages.Request) -> None:
-        """See `NodeLink.post`."""
-        self.home.post(request)
-
-    def close(self) -> None:
-        """See `NodeLink.close`."""
-        self.home.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.home, name)

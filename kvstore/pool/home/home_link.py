@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ...connection.connection import NodeAnswer
     from ...connection.node_link import NodeLink
     from ...connection.region_mapping import Mapping
-    from ..verb_driver import VerbDriver
+    from ..peers import Peers
 
 log = logging.getLogger(__name__)
 
@@ -73,18 +73,16 @@ class HomeLink:
     its whole `timeout_s`. Thread-safe.
     """
 
-    def __init__(
-        self, link: NodeLink, number: Callable[[], int | None], driver: VerbDriver
-    ) -> None:
+    def __init__(self, link: NodeLink, number: Callable[[], int | None], peers: Peers) -> None:
         self.lost = False  # the last call got no answer
         self._health = Health()  # as `_listen` finds it, which a silence of one call starts
         # Whether it is silent: then only `_listen` and calls that no other node could serve ask it.
         self.away = False
         self._link = link
         self._find_number = number
-        self._driver = driver
-        self._share_s = max(0.0, driver.options.hedge_s - GRACE_S)  # links wait GRACE_S longer
-        self._first_slice_s = min(SLICE_MAX_S, driver.options.hedge_s / 2)
+        self._peers = peers
+        self._share_s = max(0.0, peers.options.hedge_s - GRACE_S)  # links wait GRACE_S longer
+        self._first_slice_s = min(SLICE_MAX_S, peers.options.hedge_s / 2)
         self.forget()
         self.gate = link.gate
         open_links.add(self)
@@ -194,11 +192,11 @@ class HomeLink:
         """Whether the pool has other healthy nodes that could serve a request, as far as this
         client knows. With `takes_room`, draining nodes do not count."""
         try:
-            nodes = self._driver.nodes()
+            nodes = self._peers.nodes()
         except NodeUnavailable:
             return False
         number = self.number
-        down = self._driver.links.down(time.monotonic())
+        down = self._peers.links.down(time.monotonic())
         home = nodes.get(number) if number is not None else None
         return any(
             not (takes_room and record.draining)

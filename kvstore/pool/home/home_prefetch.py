@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ... import deadlines
-from ...client.prefetch_handles import Prefetch
 from ...deadlines import until_s
 from ...errors import (
     ClientClosed,
@@ -23,6 +22,7 @@ from ...errors import (
 )
 from ...verbs.arguments import verb
 from ...verbs.block_verbs import DEFAULT_TIMEOUT_S
+from ...verbs.prefetch_handles import Prefetch
 from ..pool_verbs import leading
 from ..replication.replication_requests import pull_from_any
 from ..signal_safe_verbs import in_one_piece
@@ -41,7 +41,7 @@ LOOK_EVERY_S = 0.01
 
 
 class HomePrefetch(Prefetch):
-    """What `PoolClient.prefetch` returns: its thread goes on whether or not it is polled."""
+    """What `Client.prefetch` returns: its thread goes on whether or not it is polled."""
 
     def __init__(
         self, state: PrefetchState, check_open: Callable[[], None], work: Future[None]

@@ -4,6 +4,7 @@ node, and how."""
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
@@ -18,12 +19,12 @@ from ...verbs.block_verbs import Access
 from ..read_results import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ...blocks.block_views import Slot
     from ...connection.node_link import NodeLink
     from ...format.keys import Prefix
-    from ..verb_driver import VerbDriver
+    from ..pool_verbs import Outcome
 
 # The most keys whose first read is remembered: 2 MiB or so, blocks of 33 million tokens.
 _SEEN_MAX = 65_536
@@ -46,6 +47,7 @@ class HomeCopies:
         self._admission = admission
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
+        self._dice = random.Random()
 
     def wants(self, prefix: Prefix, start: int) -> bool:
         """Whether to copy the blocks from `start` on to the home node, if other nodes have them."""
@@ -67,7 +69,7 @@ class HomeCopies:
         part: Prefix,
         located: Sequence[tuple[int, ...]],
         home: NodeLink,
-        driver: VerbDriver,
+        read: Callable[[Reader, float, Sequence[tuple[int, ...]]], Outcome],
         deadline: float,
     ) -> int:
         """Read the blocks of `part` from their holders into slots at home; how many leading blocks
@@ -93,11 +95,11 @@ class HomeCopies:
                     continue
                 reader = Reader(
                     part[first:stop],
-                    Access("always", driver.dice),
+                    Access("always", self._dice),
                     select(part.schema),
                     lambda index, first=first: slots[first + index].view,  # type: ignore[misc]
                 )
-                outcome = driver.read(reader, deadline, located[first:stop])
+                outcome = read(reader, deadline, located[first:stop])
                 _skip(slots, first + outcome.blocks, stop)
                 missing = first + outcome.blocks < stop
             left_s = until_s(deadline)

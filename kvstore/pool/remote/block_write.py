@@ -28,8 +28,8 @@ from ...format.header_writer import check_shard_blocks, seal, shard_blocks_max, 
 from ...node.core import messages
 from ...node.core.node_core import ReserveStatus
 from ...node.core.records import Reason
-from ...streaming.publish import segment_spans, slots_per_message
 from ...verbs.block_verbs import PUT_SHARE, PutResult, note_outcome, reserve_request
+from ...verbs.publish import segment_spans, slots_per_message
 from .peer import as_ours
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class RemoteReservation:
             checksums = self._seals.checksums(index)
         else:
             # The published checksums go into the header: it has to match the bytes that were sent.
-            missing = published.missing(selection)
+            missing = published.missing(selection.segments)
             if missing:
                 published.note(missing, self._hash(index, missing))
             checksums = published.checksums

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiffin.messenger.errors import FrameError, GrantError, PeerLost, TransferTimeout
 from tiffin.messenger.messenger import Messenger
@@ -19,12 +19,11 @@ from ...errors import DeadlineExceeded, InvalidInput, TiffinError
 from ...node.core import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tiffin.messenger.nixl.agent import NixlAgent
     from tiffin.messenger.nixl.nixl_transport import NixlTransport
-
-    from .peer import Peer
+    from tiffin.messenger.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +51,16 @@ class OneSided:
     """The transport of large reads from one peer: NIXL, if the node offers it, with TCP as the
     fallback."""
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(
+        self,
+        label: str,
+        call: Callable[[messages.Request, float], Any],
+        tcp: Transport,
+    ) -> None:
+        """`call` sends a request to the peer, `tcp` reads its blocks without NIXL."""
+        self._label = label
+        self._call = call
+        self._tcp = tcp
         self._lock = threading.Lock()
         self._leases: dict[int, Sequence[Range]] = {}
         self._nixl: NixlTransport | None = None
@@ -79,20 +86,20 @@ class OneSided:
         from tiffin.messenger.nixl.nixl_transport import NixlTransport
 
         try:
-            found = self._peer.call(messages.Describe(0), timeout_s)
+            found = self._call(messages.Describe(0), timeout_s)
         except TiffinError as error:
-            log.info("%s does not say whether it offers NIXL: %s", self._peer.label, error)
+            log.info("%s does not say whether it offers NIXL: %s", self._label, error)
             return
         if not found.metadata:
-            log.info("%s offers no NIXL; reading over TCP", self._peer.label)
+            log.info("%s offers no NIXL; reading over TCP", self._label)
             return
         described = Description(found.metadata, found.base_address, found.nbytes)
         try:
             self._nixl = NixlTransport(process_agent(), described, self._resolve, self._confirm)
         except FrameError as error:
-            log.warning("%s: %s; reading over TCP", self._peer.label, error)
+            log.warning("%s: %s; reading over TCP", self._label, error)
             return
-        self._messenger = Messenger([self._nixl, self._peer.transport])
+        self._messenger = Messenger([self._nixl, self._tcp])
 
     def hold(self, reply: messages.Leased) -> None:
         """Register a lease for reads: where its extents lie in the node's region."""
@@ -123,7 +130,7 @@ class OneSided:
     def _confirm(self, grant: int, *, deadline: float) -> bool:
         left_s = until_s(deadline)
         try:
-            return bool(self._peer.call(messages.Confirm(0, grant), left_s).count == 1)
+            return bool(self._call(messages.Confirm(0, grant), left_s).count == 1)
         except DeadlineExceeded as error:
             raise TransferTimeout(str(error)) from error
         except TiffinError as error:

@@ -148,7 +148,7 @@ class Peer:
         # budget from the others.
         self.budget = Budget(PEER_BYTES)
         self.transport = tcp_client.TcpTransport(self._open, streams_max=streams_max)
-        self.one_sided = OneSided(self) if nixl else None
+        self.one_sided = OneSided(self.label, self.call, self.transport) if nixl else None
 
     def close(self) -> None:
         """Close all connections: the node ends the session with the last one. Requests in flight

@@ -15,7 +15,7 @@ from ... import deadlines
 from ...connection.connection import raise_refusal
 from ...deadlines import GRACE_S
 from ...errors import DeadlineExceeded, NodeUnavailable, ProtocolError
-from ..read_results import ReadOutcome
+from ..pool_verbs import ReadOutcome
 from .block_read import ArrivedSegments, fetch
 from .block_write import store
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ...directory.base import NodeRecord
     from ...node.core import messages
     from ...verbs.block_verbs import PutResult
+    from ..peers import Peers
     from ..read_results import Reader
     from ..replica_choice import ReplicaRun
-    from ..verb_driver import VerbDriver
     from .block_write import BlockSeals
     from .peer import Peer
 
@@ -41,22 +41,22 @@ class RemoteNode:
     """The node with this number in the directory, or of this `record`; connects when it is first
     used. Thread-safe."""
 
-    __slots__ = ("_driver", "_number", "_record")
+    __slots__ = ("_number", "_peers", "_record")
 
-    def __init__(self, number: int, driver: VerbDriver, record: NodeRecord | None = None) -> None:
+    def __init__(self, number: int, peers: Peers, record: NodeRecord | None = None) -> None:
         self._number = number
-        self._driver = driver
+        self._peers = peers
         self._record = record
 
     def _peer(self) -> Peer:
         if self._record is not None:
-            return self._driver.peer_at(self._record)
-        return self._driver.peer(self._number)
+            return self._peers.peer_at(self._record)
+        return self._peers.peer(self._number)
 
     def ask(self, request: messages.Request, timeout_s: float) -> Any:
         """Send one request. A reply, a lost connection and a protocol error count for the node's
         health; a timeout does not. Raises the node's refusal, NodeUnavailable, DeadlineExceeded."""
-        links = self._driver.links
+        links = self._peers.links
         try:
             reply = self._peer().exchange(request, timeout_s)
         except (NodeUnavailable, ProtocolError):
@@ -70,7 +70,7 @@ class RemoteNode:
     ) -> ReadOutcome:
         """See `ReplicaNode.read`."""
         try:
-            peer = self._driver.peer(self._number)
+            peer = self._peers.peer(self._number)
         except NodeUnavailable as error:
             log.debug("not read from: %s", error)
             return ReadOutcome(0, "lost")
@@ -79,7 +79,7 @@ class RemoteNode:
             part = part[run.start : run.stop]
         targets = [reader.memory(index) for index in range(run.start, run.stop)]
         arrivals = ArrivedSegments(part, reader.selection, reader.access, targets)
-        how = peer, part, arrivals, deadline, stall_s, self._driver.options.streams
+        how = peer, part, arrivals, deadline, stall_s, self._peers.options.streams
         try:
             if arrivals.nbytes < _BUDGETED_BYTES_MIN:
                 fetched = fetch(*how)
@@ -96,22 +96,22 @@ class RemoteNode:
         self, seals: BlockSeals, room_s: float, deadline: float, *, patient: bool = False
     ) -> PutResult:
         """See `ReplicaNode.put`."""
-        driver, number, now = self._driver, self._number, time.monotonic()
+        peers, number, now = self._peers, self._number, time.monotonic()
         late = min(max(deadline, now) + GRACE_S, deadlines.end())
         try:
-            outcome = store(driver.peer(number), seals, 0, deadline=late, room_until=now + room_s)
+            outcome = store(peers.peer(number), seals, 0, deadline=late, room_until=now + room_s)
         except (NodeUnavailable, DeadlineExceeded) as error:
             hasty = not patient and isinstance(error, DeadlineExceeded)
-            driver.links.failed(number, time.monotonic(), late=hasty)
+            peers.links.failed(number, time.monotonic(), late=hasty)
             raise
         there = [seals.prefix.keys[i] for i in (*outcome.stored, *outcome.resident)]
-        driver.placements.note(number, there, time.monotonic())
+        peers.placements.note(number, there, time.monotonic())
         return outcome.result()
 
     def _note(self, fetched: ReadOutcome) -> None:
-        links, node = self._driver.links, self._number
+        links, node = self._peers.links, self._number
         # A node that sent no reply by the deadline is taken for dead, if it had `hedge_s` at least.
-        silent = not fetched.answered and fetched.seconds >= self._driver.options.hedge_s
+        silent = not fetched.answered and fetched.seconds >= self._peers.options.hedge_s
         if fetched.reason == "stalled":
             links.failed(node, time.monotonic(), late=True)
             links.hedged()

@@ -231,14 +231,13 @@ class RemoteSource(NodeSource):
                 self._using.cut()
 
     def give_up(self) -> None:
-        """Give up the request in flight, after `interrupt`, when the node has not answered for too
-        long. From any thread."""
+        """See `LayerSource.give_up`: ends the request in flight."""
         with self._lock:
             self._given_up = True
         self._cut()
 
     def interrupt(self) -> None:
-        """See `NodeSource.interrupt`."""
+        """See `LayerSource.interrupt`."""
         super().interrupt()
         if self._prefetcher is not None:
             self._prefetcher.halt()

@@ -332,7 +332,7 @@ class TestTimes:
         """The client refuses messages for which the node would close the connection."""
         prefix, bad = fresh_prefix(1), [-1, math.nan, 3601]
         with Client.open(shared_daemon(PoolOptions()).url) as client:
-            link: Any = client._link
+            link: Any = client.near_link
             (connection,) = link._connections._idle
             for timeout_s in bad:
                 for verb in verbs(client, prefix, timeout_s):

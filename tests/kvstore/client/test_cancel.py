@@ -27,7 +27,6 @@ from poolsupport import LARGE, Cluster
 from tiffin.kvstore import AsyncClient, Client
 from tiffin.kvstore.errors import ClientClosed
 from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.pool.async_client import AsyncPoolClient
 from tiffin.messenger.shm import host_copy
 
 if TYPE_CHECKING:
@@ -187,7 +186,7 @@ def test_a_network_get_that_is_cancelled_lets_go_of_the_buffer_first(cluster: Cl
     target = np.zeros((4, LARGE.block_bytes), np.uint8)
 
     async def run() -> None:
-        client = AsyncPoolClient(cluster.open(hedge_s=30.0))
+        client = AsyncClient(cluster.open(hedge_s=30.0))
         (await client.get(prefix, into=target)).release()
         target[:] = 0
         network.stall_after(LARGE.extent_bytes)
@@ -215,7 +214,7 @@ def test_a_network_put_that_is_cancelled_lets_go_of_its_payloads_first(cluster: 
     network = far.network
 
     async def run() -> None:
-        client = AsyncPoolClient(cluster.open())
+        client = AsyncClient(cluster.open())
         assert (await client.match(prefix)).blocks == 0
         network.stall_after(LARGE.extent_bytes, "to")
         payloads = payloads_of(prefix)
@@ -260,7 +259,7 @@ def test_what_a_cancelled_call_got_at_home_is_given_back(
     monkeypatch.setattr(pool, verb, slow)
 
     async def run() -> None:
-        client = AsyncPoolClient(pool)
+        client = AsyncClient(pool)
         task = asyncio.ensure_future(_await(getattr(client, verb)(prefix)))
         await asyncio.to_thread(begun.wait, 30)
         assert not is_quiet(home.node.statistics())
@@ -282,7 +281,7 @@ def test_an_async_close_cuts_calls_of_a_stalled_node(cluster: Cluster) -> None:
     network = far.network
 
     async def run() -> None:
-        client = AsyncPoolClient(cluster.open(hedge_s=60.0))
+        client = AsyncClient(cluster.open(hedge_s=60.0))
         async with client.get(prefix) as blocks:
             assert blocks.complete
         network.pause()

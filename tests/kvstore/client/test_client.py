@@ -2,7 +2,7 @@
 
 Eight ways: synchronous and asyncio clients, of a node in this process, of a daemon, of a node over
 the network, and of two nodes of which one is home. The asyncio client runs behind an adapter
-with the synchronous verbs (`waysupport.PoolClient`). Every test finds the pool empty, and after it
+with the synchronous verbs (`waysupport.Client`). Every test finds the pool empty, and after it
 nothing may be held, lost or leaked (`Pool.finish`). `pool.scatter` puts a prompt on all nodes that
 there are.
 """

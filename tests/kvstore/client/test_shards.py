@@ -232,7 +232,7 @@ def test_a_selection_knows_which_segments_it_touches(
     assert chosen.aligned or schema is WHOLE, "every head is a segment of its own"
     pieces = [(piece.offset, piece.length) for piece in chosen.pieces]
     assert sum(length for _, length in pieces) == chosen.spans_bytes
-    assert sum(piece.count for piece in chosen.pieces) == len(touched)
+    assert sum(len(piece.spans) for piece in chosen.pieces) == len(touched)
     whole = np.arange(schema.block_bytes)
     packed = np.concatenate([whole[o : o + n] for o, n in pieces])
     cut = np.concatenate([packed[o : o + n] for o, n in chosen.cuts()])

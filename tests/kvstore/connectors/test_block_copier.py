@@ -247,7 +247,7 @@ def test_a_carrier_pins_its_clients_memory_from_the_first_use_on(
     assert pins == []
     missed(one, prefix)
     missed(two, prefix)
-    assert pins == [(client._link.mapping.memory.ctypes.data, "cuda:0")]
+    assert pins == [(client.near_link.mapping.memory.ctypes.data, "cuda:0")]
     one.close()
     assert pins
     two.close()

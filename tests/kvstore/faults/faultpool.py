@@ -137,7 +137,7 @@ class FaultPool:
         """Whether the directory names two nodes for every block."""
         keys = [key for prefix in prefixes for key in prefix.keys]
         try:
-            return all(len(nodes) == 2 for nodes in client._driver.members.locate(keys))
+            return all(len(nodes) == 2 for nodes in client._nodes.driver.members.locate(keys))
         except DirectoryUnavailable:
             return False
 

@@ -71,8 +71,8 @@ def test_no_get_fails_when_home_stops_answering(pool: FaultPool, shared: bool) -
                 on_other = written[-1]
                 with Client.open(other.url) as direct:
                     assert direct.match(on_other).blocks == 2, "what was put went elsewhere"
-            wait_until(lambda: not reader._home.away, "home has answered", 20.0)
-            wait_until(lambda: not writer._home.away, "home has answered", 20.0)
+            wait_until(lambda: not reader.near_link.away, "home has answered", 20.0)
+            wait_until(lambda: not writer.near_link.away, "home has answered", 20.0)
             read_for(reader, prefixes, 0.5, after)
         finally:
             stop.set()

@@ -59,7 +59,7 @@ def test_the_only_node_that_is_left_is_waited_for(pool: FaultPool) -> None:
         (prefix,) = pool.fill(client, 1)
         (dead,) = (n for n, record in client.nodes().items() if record.name == "n0")
         pool.nodes[0].kill()
-        client._driver.links.failed(dead, time.monotonic() + 1000)
+        client._nodes.driver.links.failed(dead, time.monotonic() + 1000)
         tally = Tally()
         goes_on = threading.Timer(0.5, pool.nodes[1].signal, (signal.SIGCONT,))
         with pool.nodes[1].stopped():

@@ -16,7 +16,6 @@ from kvsupport import Background, PoolOptions
 from waysupport import NetworkNode, TwoNodes
 
 from tiffin.kvstore import Client
-from tiffin.kvstore.client.local_node import near_link
 from tiffin.kvstore.errors import ClientClosed
 from tiffin.kvstore.hbm.device import host_pinning
 from tiffin.kvstore.hbm.device.host_pinning import PinnedPool
@@ -32,21 +31,21 @@ class FakeClient:
     """A client of a node that may be restarted: then its memory is another mapping."""
 
     def __init__(self) -> None:
-        self._link: Any = SimpleNamespace(mapping=SimpleNamespace(all=()))
+        self.near_link: Any = SimpleNamespace(mapping=SimpleNamespace(all=()))
         self.restart()
 
     def restart(self) -> Any:
-        self._link.mapping.all = (np.zeros(8192, np.uint8),)
+        self.near_link.mapping.all = (np.zeros(8192, np.uint8),)
         return self.memory
 
     def write(self) -> Any:
         """As at the first reservation, the memory is mapped a second time."""
-        self._link.mapping.all += (np.zeros(8192, np.uint8),)
-        return self._link.mapping.all[1]
+        self.near_link.mapping.all += (np.zeros(8192, np.uint8),)
+        return self.near_link.mapping.all[1]
 
     @property
     def memory(self) -> Any:
-        return self._link.mapping.all[0]
+        return self.near_link.mapping.all[0]
 
 
 class ClosedLink:
@@ -176,7 +175,7 @@ def test_a_client_that_is_closed_keeps_what_is_pinned_until_close() -> None:
     client = FakeClient()
     memory, pool = client.memory, pool_of(client)
     pool.follow()
-    client._link = ClosedLink()
+    client.near_link = ClosedLink()
     pool.follow()
     assert is_pinned(memory)
     pool.close()
@@ -345,8 +344,8 @@ def two_nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 
 def test_of_a_node_in_this_process() -> None:
     with Client.open("embedded:?dram=1MiB&prefault=false") as client:
-        link = near_link(client)
-        assert link is client._link
+        link = client.near_link
+        assert link is client.near_link
         with contextlib.closing(pool_of(client)) as pool:
             pool.follow()
             memory = link.mapping.memory
@@ -360,14 +359,14 @@ def test_of_a_node_in_this_process() -> None:
 def test_of_the_home_of_a_pool(two_nodes: TwoNodes) -> None:
     with two_nodes.open("client") as client, contextlib.closing(pool_of(client)) as pool:
         pool.follow()
-        assert is_pinned(client._home.mapping.memory)
+        assert is_pinned(client.near_link.mapping.memory)
         assert not is_pinned(two_nodes.far.dram.region.array)
 
 
 def test_a_client_without_a_node_on_its_host_pins_nothing(calls: list[int], tmp_path: Path) -> None:
     node = NetworkNode(PoolOptions().start_node(tmp_path))
     with contextlib.closing(node), Client.open(node.url) as client:
-        assert near_link(client) is None
+        assert client.near_link is None
         pool_of(client).follow()
     assert not calls
 

@@ -83,7 +83,7 @@ def test_a_client_that_closes_during_a_save_spoils_nobody_elses_block(
         saving = Background(store.demote)
         assert copy.there.wait(8)
         closing = Background(client.close)
-        wait_until(lambda: client._link.gate.closed, "close has begun")
+        wait_until(lambda: client.near_link.gate.closed, "close has begun")
         with pytest.raises(NoRoom):
             other.reserve(theirs, timeout_s=0.1)
         copy.go.set()
@@ -171,7 +171,7 @@ def test_after_a_restart_the_new_memory_is_pinned_and_the_old_let_go(
 ) -> None:
     daemon = own_daemon(dram=POOL_BYTES)
     with Client.open(daemon.url) as client, hbm_store(client, device) as store:
-        before = client._link.mapping.memory
+        before = client.near_link.mapping.memory
         assert is_pinned(before, device)
         old = int(before.__array_interface__["data"][0]), len(before)
         daemon.kill()
@@ -185,7 +185,9 @@ def test_after_a_restart_the_new_memory_is_pinned_and_the_old_let_go(
             return store.statistics()["dirty_blocks"] == 0
 
         wait_until(saved, "the new node is used")
-        wait_until(lambda: is_pinned(client._link.mapping.memory, device), "its memory is pinned")
+        wait_until(
+            lambda: is_pinned(client.near_link.mapping.memory, device), "its memory is pinned"
+        )
         kind = device.partition(":")[0]
         wait_until(lambda: registration(*old, kind) is None, "the old memory is let go of")
         assert_quiet(store)
@@ -198,7 +200,7 @@ def test_a_pool_of_another_version_is_a_pool_that_does_not_answer(
     prefix = fresh_prefix(3, SCHEMA)
     publish(store, prefix[:2])
     garbage = Mock(side_effect=ProtocolError("the node sent garbage"))
-    monkeypatch.setattr(client._link, "call", garbage)
+    monkeypatch.setattr(client.near_link, "call", garbage)
     with store.promote(prefix) as blocks:
         assert (len(blocks), blocks.reason) == (2, "pool")
         assert_right(blocks, prefix)
@@ -256,12 +258,12 @@ def test_a_demotion_ends_with_its_time(
 def test_a_slow_network_is_given_the_time_that_there_is(
     network_client: Client, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = Mock(wraps=network_client.put)
-    monkeypatch.setattr(network_client, "put", put)
+    put = Mock(wraps=network_client._nodes.put)
+    monkeypatch.setattr(network_client._nodes, "put", put)
     with hbm_store(network_client, device) as store:
         publish(store, fresh_prefix(2, SCHEMA))
         assert store.demote(timeout_s=30.0).saved == 2
-    assert put.call_args_list[0].kwargs["timeout_s"] > 20.0
+    assert put.call_args_list[0].args[3] > 20.0
 
 
 def test_a_call_to_the_pool_takes_no_more_blocks_than_it_may() -> None:

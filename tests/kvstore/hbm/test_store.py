@@ -450,7 +450,7 @@ def test_in_front_of_a_pool_with_a_node_on_this_host(
 
 
 def test_the_pools_memory_is_pinned_while_the_store_is_open(client: Client, device: str) -> None:
-    memory = client._link.mapping.memory
+    memory = client.near_link.mapping.memory
 
     def pinned() -> bool:
         return is_pinned(memory, device)

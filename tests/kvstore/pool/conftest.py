@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+# Threads that serve the whole process, started when they are first needed.
+STAYS = ("asyncio_0", "tiffin-copy", "tiffin-uninterrupted")
+
+
 @pytest.fixture
 def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No thread and no descriptor is left after the test."""
@@ -30,7 +34,7 @@ def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
     def gone() -> bool:
         new = set(threading.enumerate()) - threads
-        more = [t for t in new if t.name not in ("asyncio_0", "tiffin-uninterrupted")]
+        more = [t for t in new if not t.name.startswith(STAYS)]
         if not more and len(os.listdir("/proc/self/fd")) <= files:
             return True
         # A logged error holds a traceback, which holds a view of a region, hence a descriptor.

@@ -16,7 +16,7 @@ from kvsupport import assert_right, payloads_of, wait_until
 from kvsupport import fresh_prefix as fresh
 from poolsupport import LARGE, Cluster, Member
 
-from tiffin.kvstore import Client
+from tiffin.kvstore import AsyncClient, Client
 from tiffin.kvstore.client.async_client import CALLS
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.deadlines import GRACE_S
@@ -30,8 +30,7 @@ from tiffin.kvstore.errors import (
     TiffinError,
 )
 from tiffin.kvstore.node.core import messages
-from tiffin.kvstore.pool.async_client import AsyncPoolClient
-from tiffin.kvstore.pool.client import PoolClient
+from tiffin.kvstore.pool.many_nodes import ManyNodes
 from tiffin.kvstore.pool.members import FixedMembers
 from tiffin.kvstore.pool.remote.nixl_reads import OneSided
 from tiffin.kvstore.pool.remote.peer import Peer
@@ -53,12 +52,12 @@ def prompt(blocks: int) -> Prefix:
 class Home:
     """A client's home that fails at some requests."""
 
-    def __init__(self, client: PoolClient, kind: type[messages.Request], error: type[Exception]):
-        assert client._home is not None
-        self._link: Any = client._home._link
+    def __init__(self, client: Client, kind: type[messages.Request], error: type[Exception]):
+        assert client.near_link is not None
+        self._link: Any = client.near_link._link
         self._kind = kind
         self._error = error
-        client._home._link = self  # type: ignore[assignment]
+        client.near_link._link = self  # type: ignore[assignment]
 
     def call(self, request: messages.Request, timeout_s: float) -> Any:
         if isinstance(request, self._kind):
@@ -135,7 +134,7 @@ class TestHome:
             given.append(timeout_s)
             raise DeadlineExceeded("as well")
 
-        monkeypatch.setattr(client._driver, "ask", ask)
+        monkeypatch.setattr(client._nodes.driver, "ask", ask)
         with contextlib.suppress(DeadlineExceeded):
             getattr(client, verb)(far[1], timeout_s=0.05)
         assert given
@@ -147,7 +146,7 @@ class TestTime:
         with contextlib.ExitStack() as stack:
             silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
             driver = VerbDriver(FixedMembers([s.getsockname()[:2] for s in silent]), Credentials())
-            client = PoolClient(driver, "always")
+            client = Client(ManyNodes(driver), "always")
             stack.callback(client.close)
             prefix = prompt(1)
             with pytest.raises(NodeUnavailable):
@@ -168,7 +167,7 @@ class TestTime:
             asked.append(number)
             raise DeadlineExceeded("silent")
 
-        monkeypatch.setattr(client._driver, "ask", ask)
+        monkeypatch.setattr(client._nodes.driver, "ask", ask)
         with pytest.raises(DeadlineExceeded):
             client.replicate(prefix, [members[2].number], timeout_s=0.0)
         assert asked == [members[2].number]
@@ -192,14 +191,11 @@ class TestTime:
     def test_asking_for_nixl_takes_no_more_time_than_the_read_has(self) -> None:
         given: list[float] = []
 
-        class Peer:
-            label = "a node"
+        def call(request: messages.Request, timeout_s: float) -> Any:
+            given.append(timeout_s)
+            raise DeadlineExceeded("silent")
 
-            def call(self, request: messages.Request, timeout_s: float) -> Any:
-                given.append(timeout_s)
-                raise DeadlineExceeded("silent")
-
-        way = OneSided(Peer())  # type: ignore[arg-type]
+        way = OneSided("a node", call, None)  # type: ignore[arg-type]
         assert way.messenger(time.monotonic() + 60.0) is None
         assert 0.0 <= given[0] <= 60.0
         with way._lock:  # as if another thread were connecting
@@ -213,7 +209,7 @@ class TestTurns:
     @staticmethod
     def crowded(cluster: Cluster, test: Any) -> None:
         async def main() -> None:
-            client = AsyncPoolClient(cluster.open())
+            client = AsyncClient(cluster.open())
             go = threading.Event()
             running = [asyncio.ensure_future(client._run(go.wait)) for _ in range(CALLS)]
             await asyncio.sleep(0)
@@ -228,7 +224,7 @@ class TestTurns:
         asyncio.run(main())
 
     def test_who_waits_for_a_turn_waits_until_the_deadline(self, cluster: Cluster) -> None:
-        async def test(client: AsyncPoolClient) -> None:
+        async def test(client: AsyncClient) -> None:
             with pytest.raises(DeadlineExceeded, match="other calls"):
                 await client.match(prompt(1), timeout_s=0.05)
 
@@ -237,7 +233,7 @@ class TestTurns:
     def test_who_waits_for_a_turn_can_be_cancelled(self, cluster: Cluster) -> None:
         ran: list[int] = []
 
-        async def test(client: AsyncPoolClient) -> None:
+        async def test(client: AsyncClient) -> None:
             waiting = asyncio.ensure_future(client._run(partial(ran.append, 1)))
             await asyncio.sleep(0)
             waiting.cancel()

@@ -18,13 +18,14 @@ from kvsupport import Background, is_quiet, payloads_of, wait_until
 from streamsupport import ahead_threads, prompt
 from streamworker import is_right
 
+from tiffin.kvstore import AsyncClient, Client
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import ClientClosed
-from tiffin.kvstore.pool.async_client import AsyncPoolClient
-from tiffin.kvstore.pool.client import PoolClient
+from tiffin.kvstore.pool.many_nodes import ManyNodes
 from tiffin.kvstore.pool.members import FixedMembers
+from tiffin.kvstore.pool.peers import PoolOptions
 from tiffin.kvstore.pool.remote import peer
-from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
+from tiffin.kvstore.pool.verb_driver import VerbDriver
 from tiffin.kvstore.streaming import layer_source
 from tiffin.messenger.testing import soon
 
@@ -44,7 +45,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def deaf(nothing_left: None, patient: None) -> Iterator[PoolClient]:
+def deaf(nothing_left: None, patient: None) -> Iterator[Client]:
     """A client of two nodes whose kernels drop the first packet."""
     with contextlib.ExitStack() as stack:
         addresses = []
@@ -57,23 +58,21 @@ def deaf(nothing_left: None, patient: None) -> Iterator[PoolClient]:
             addresses.append(sock.getsockname()[:2])
         options = PoolOptions(hedge_share=0.0)  # no hedging: it does not turn to the other node
         driver = VerbDriver(FixedMembers(addresses), Credentials(), options=options)
-        client = PoolClient(driver, "always")
+        client = Client(ManyNodes(driver), "always")
         stack.callback(client.close)
         yield client
 
 
-def opened(client: PoolClient) -> int:
+def opened(client: Client) -> int:
     """How many connections are being opened."""
-    return sum(p.transport._pool.counts()[1] for p in list(client._driver._peers.values()))
+    return sum(p.transport._pool.counts()[1] for p in list(client._nodes.driver._peers.values()))
 
 
 @pytest.mark.parametrize("verb", ["get", "match", "put", "stream"])
-def test_a_call_that_is_cancelled_does_not_wait_for_a_connection(
-    deaf: PoolClient, verb: str
-) -> None:
+def test_a_call_that_is_cancelled_does_not_wait_for_a_connection(deaf: Client, verb: str) -> None:
     prefix = prompt(1)
 
-    async def call(client: AsyncPoolClient) -> Any:
+    async def call(client: AsyncClient) -> Any:
         if verb == "put":
             return await client.put(prefix, payloads_of(prefix), timeout_s=AN_HOUR_S)
         if verb == "stream":
@@ -82,7 +81,7 @@ def test_a_call_that_is_cancelled_does_not_wait_for_a_connection(
         return await getattr(client, verb)(prefix, timeout_s=AN_HOUR_S)
 
     async def run() -> None:
-        client = AsyncPoolClient(deaf)
+        client = AsyncClient(deaf)
         task = asyncio.create_task(call(client))
         # `match` asks both nodes at the same time, in two threads.
         connecting = 2 if verb == "match" else 1
@@ -94,7 +93,7 @@ def test_a_call_that_is_cancelled_does_not_wait_for_a_connection(
         await client.close()
 
     asyncio.run(run())
-    assert not deaf._driver.links.statistics(), "whoever gave up, it was not the node"
+    assert not deaf._nodes.driver.links.statistics(), "whoever gave up, it was not the node"
 
 
 def test_a_call_that_is_cancelled_does_not_wait_for_connections_of_others(
@@ -106,8 +105,8 @@ def test_a_call_that_is_cancelled_does_not_wait_for_connections_of_others(
     pool = cluster.open(streams_max=1)
 
     async def run() -> None:
-        client = AsyncPoolClient(pool)
-        with pool._driver.peer(one.number).stream(soon()):
+        client = AsyncClient(pool)
+        with pool._nodes.driver.peer(one.number).stream(soon()):
             task = asyncio.ensure_future(_await(client.get(prefix, timeout_s=AN_HOUR_S)))
             await asyncio.to_thread(wait_until, lambda: _waiting(pool), "it waits for the only one")
             task.cancel()
@@ -130,7 +129,7 @@ def test_who_closes_a_stream_does_not_wait_for_connections_of_others(
     assert is_right(stream.step(), prefix)
     current: Any = stream._source._current  # type: ignore[attr-defined]
     wait_until(lambda: current._prefetcher._results, "the next is here")
-    with reader._driver.peer(one.number).stream(soon()):
+    with reader._nodes.driver.peer(one.number).stream(soon()):
         assert is_right(stream.step(), prefix)
         wait_until(lambda: _waiting(reader), "the one behind it waits for the only connection")
         Background(stream.close).result()
@@ -145,7 +144,7 @@ def test_a_stream_that_is_dropped_gives_its_lease_back(cluster: Cluster, way: st
     pool, prefix = cluster.open(), one.put(prompt(2))
 
     async def begin() -> Any:
-        stream = AsyncPoolClient(pool).stream(prefix, node=one.number)
+        stream = AsyncClient(pool).stream(prefix, node=one.number)
         layers = aiter(stream)
         assert is_right(await anext(layers), prefix)
         return layers
@@ -171,7 +170,7 @@ def test_a_stream_that_was_given_up_before_it_began_waits_for_nothing(
     reader, prefix = cluster.open(streams_max=1), one.put(prompt(1))
     stream = reader.stream(prefix, node=one.number, timeout_s=AN_HOUR_S)
     source: Any = stream._source
-    with reader._driver.peer(one.number).stream(soon()):
+    with reader._nodes.driver.peer(one.number).stream(soon()):
         waiting = Background(stream.step)
         wait_until(lambda: _waiting(reader), "it waits for the only connection")
         source.interrupt()
@@ -188,7 +187,7 @@ def test_a_cancelled_reader_of_half_a_layer_is_cut_off(cluster: Cluster, patient
     network = one.network
 
     async def run() -> None:
-        async with AsyncPoolClient(cluster.open()) as reader:
+        async with AsyncClient(cluster.open()) as reader:
             how = {"node": one.number, "timeout_s": AN_HOUR_S, "ahead": 0}
 
             async def read() -> None:
@@ -212,7 +211,7 @@ async def _await(opening: Any) -> Any:
     return await opening
 
 
-def _waiting(client: PoolClient) -> bool:
+def _waiting(client: Client) -> bool:
     """Whether a thread waits for a connection that another thread uses."""
-    (one,) = client._driver._peers.values()
+    (one,) = client._nodes.driver._peers.values()
     return bool(one.transport._pool._changed._waiters)  # type: ignore[attr-defined]

@@ -299,11 +299,11 @@ def test_a_pool_with_a_liar_in_it_is_a_pool_with_a_node_less(cluster: Cluster) -
     )
     cluster.forge(number, prefix)
     client = cluster.open()
-    client._driver.links.moved(one.number, 1, 1.0)
+    client._nodes.driver.links.moved(one.number, 1, 1.0)
     began = time.monotonic()
     with client.get(prefix) as blocks:
         assert blocks.complete
-    assert client._driver.links.down(began) == {number}
+    assert client._nodes.driver.links.down(began) == {number}
     replies[:] = [messages.Reserved(0, b"\1", 0, 5, [1 << 62], [3])]
     for _ in range(3):
         more = fresh_prefix(1)

@@ -28,15 +28,15 @@ from kvsupport import (
 )
 from poolsupport import state_of
 
-from tiffin.kvstore import Client, KVSchema
+from tiffin.kvstore import AsyncClient, Client, KVSchema
 from tiffin.kvstore.connection.node_link import SocketLink
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.directory import EmbeddedDirectory
 from tiffin.kvstore.errors import DeadlineExceeded, InvalidInput, NodeUnavailable
 from tiffin.kvstore.node.core import messages
-from tiffin.kvstore.pool.async_client import AsyncPoolClient
-from tiffin.kvstore.pool.client import PoolClient
-from tiffin.kvstore.pool.verb_driver import PoolOptions, VerbDriver
+from tiffin.kvstore.pool.many_nodes import ManyNodes
+from tiffin.kvstore.pool.peers import PoolOptions
+from tiffin.kvstore.pool.verb_driver import VerbDriver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,11 +68,12 @@ def far(cluster: Cluster) -> Member:
 
 
 @pytest.fixture
-def client(cluster: Cluster, daemon: Daemon) -> Iterator[PoolClient]:
+def client(cluster: Cluster, daemon: Daemon) -> Iterator[Client]:
     """A client of a pool of the daemon, which is its home, and the cluster's nodes."""
     members = EmbeddedDirectory.named(f"default:{cluster.name}")
     driver = VerbDriver(members, Credentials(), "client", PoolOptions())
-    with PoolClient(driver, "always", home=SocketLink(daemon.socket, "client")) as client:
+    nodes = ManyNodes(driver, home=SocketLink(daemon.socket, "client"))
+    with Client(nodes, "always") as client:
         yield client
     wait_until(lambda: is_quiet(numbers(daemon)), "home comes to rest")
 
@@ -97,7 +98,7 @@ def on_both(cluster: Cluster, daemon: Daemon, far: Member, blocks: int = 3) -> P
     return prefix
 
 
-def is_back(client: PoolClient) -> None:
+def is_back(client: Client) -> None:
     wait_until(lambda: not state_of(client).away, "home answers again", 20.0)
 
 
@@ -105,11 +106,11 @@ def is_back(client: PoolClient) -> None:
 # wait if there is another node. Tests that need home to do something repeat it until home does.
 
 
-def lies_at_home(client: PoolClient, view: Any) -> bool:
+def lies_at_home(client: Client, view: Any) -> bool:
     return any(np.shares_memory(view, memory) for memory in state_of(client).mapping.all)
 
 
-def held_at_home(client: PoolClient, prefix: Prefix) -> Any:
+def held_at_home(client: Client, prefix: Prefix) -> Any:
     """Views of the prefix's blocks in home's memory."""
 
     def held() -> Any:
@@ -123,7 +124,7 @@ def held_at_home(client: PoolClient, prefix: Prefix) -> Any:
     return wait_until(held, "home serves it")
 
 
-def reserved_at_home(client: PoolClient, prefix: Prefix) -> Any:
+def reserved_at_home(client: Client, prefix: Prefix) -> Any:
     """Slots for the prefix's blocks in home's memory."""
 
     def reserved() -> Any:
@@ -137,7 +138,7 @@ def reserved_at_home(client: PoolClient, prefix: Prefix) -> Any:
     return wait_until(reserved, "home gives slots")
 
 
-def put_is_stored(daemon: Daemon, client: PoolClient, seconds: float) -> None:
+def put_is_stored(daemon: Daemon, client: Client, seconds: float) -> None:
     """A put is stored at a home that stays stopped for so long after the client found it silent:
     the client asks again."""
     prefix = fresh_prefix(2)
@@ -153,7 +154,7 @@ class TestStopped:
     @pytest.mark.slow
     @pytest.mark.parametrize("into", [False, True], ids=["view", "into"])
     def test_blocks_are_read_elsewhere(
-        self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient, into: bool
+        self, cluster: Cluster, daemon: Daemon, far: Member, client: Client, into: bool
     ) -> None:
         prefix = on_both(cluster, daemon, far)
         with daemon.stopped(), within(2.0, "two gets"):
@@ -171,7 +172,7 @@ class TestStopped:
         cluster: Cluster,
         daemon: Daemon,
         far: Member,
-        client: PoolClient,
+        client: Client,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         prefix = on_both(cluster, daemon, far)
@@ -194,7 +195,7 @@ class TestStopped:
         is_back(client)
 
     def test_the_directory_tells_what_others_have(
-        self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
+        self, cluster: Cluster, daemon: Daemon, far: Member, client: Client
     ) -> None:
         prefix = on_both(cluster, daemon, far)
         with daemon.stopped(), within(2.0, "looking"):
@@ -204,7 +205,7 @@ class TestStopped:
         is_back(client)
 
     def test_puts_are_placed_elsewhere(
-        self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
+        self, cluster: Cluster, daemon: Daemon, far: Member, client: Client
     ) -> None:
         first, second = (fresh_prefix(2) for _ in range(2))
         with daemon.stopped(), within(2.0, "two puts"):
@@ -221,7 +222,7 @@ class TestStopped:
         wait_until(put_at_home, "puts are placed at home again")
 
     def test_slots_are_of_this_process(
-        self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
+        self, cluster: Cluster, daemon: Daemon, far: Member, client: Client
     ) -> None:
         prefix = fresh_prefix(2)
         with daemon.stopped(), within(2.0, "writing in place"):
@@ -233,7 +234,7 @@ class TestStopped:
         is_back(client)
 
     def test_a_stream_follows_another_node(
-        self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
+        self, cluster: Cluster, daemon: Daemon, far: Member, client: Client
     ) -> None:
         prefix = on_both(cluster, daemon, far)
         stream = client.stream(prefix, timeout_s=LONG_S)
@@ -243,12 +244,12 @@ class TestStopped:
         is_back(client)
 
     def test_the_asyncio_client_goes_on_as_well(
-        self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
+        self, cluster: Cluster, daemon: Daemon, far: Member, client: Client
     ) -> None:
         prefix, new = on_both(cluster, daemon, far), fresh_prefix(1)
 
         async def main() -> None:
-            many = AsyncPoolClient(client)
+            many = AsyncClient(client)
             with daemon.stopped(), within(2.0, "gets side by side"):
 
                 async def get() -> None:
@@ -265,7 +266,7 @@ class TestStopped:
         assert far.has(new) == [True]
 
     def test_what_it_grants_too_late_is_given_back(
-        self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
+        self, cluster: Cluster, daemon: Daemon, far: Member, client: Client
     ) -> None:
         """Even if the client is not used any more: its listening thread takes the answers."""
         prefix, new = on_both(cluster, daemon, far), fresh_prefix(2)
@@ -286,7 +287,7 @@ class TestStopped:
 
     @pytest.mark.slow
     def test_a_client_can_be_closed_meanwhile(
-        self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
+        self, cluster: Cluster, daemon: Daemon, far: Member, client: Client
     ) -> None:
         prefix = on_both(cluster, daemon, far)
         with daemon.stopped():
@@ -296,7 +297,7 @@ class TestStopped:
                 client.close()
         wait_until(lambda: is_quiet(numbers(daemon)), "home has said goodbye, too")
 
-    def test_without_others_it_is_waited_for(self, daemon: Daemon, client: PoolClient) -> None:
+    def test_without_others_it_is_waited_for(self, daemon: Daemon, client: Client) -> None:
         """Without another node a get waits for home: a late home is not a miss."""
         prefix = fresh_prefix(2)
         assert client.put(prefix, payloads_of(prefix)).complete
@@ -309,14 +310,14 @@ class TestStopped:
 
     @pytest.mark.slow
     def test_without_others_a_put_is_not_in_its_own_way(
-        self, daemon: Daemon, client: PoolClient
+        self, daemon: Daemon, client: Client
     ) -> None:
         """Room that was granted too late is given back, and asked for again."""
         put_is_stored(daemon, client, 1.0)
 
     @pytest.mark.slow
     def test_where_the_others_are_gone_a_put_is_not_in_its_own_way(
-        self, daemon: Daemon, far: Member, client: PoolClient
+        self, daemon: Daemon, far: Member, client: Client
     ) -> None:
         """The client asks home again for the room that home first granted too late."""
         far.hang_up()
@@ -324,7 +325,7 @@ class TestStopped:
 
     @pytest.mark.slow
     def test_without_others_a_get_ends_in_time_and_says_why(
-        self, daemon: Daemon, client: PoolClient
+        self, daemon: Daemon, client: Client
     ) -> None:
         prefix = fresh_prefix(1)
         with daemon.stopped(), within(0.5, "a get"):
@@ -335,14 +336,14 @@ class TestStopped:
 
     @pytest.mark.slow
     def test_without_others_a_reservation_ends_in_time_and_says_why(
-        self, daemon: Daemon, client: PoolClient
+        self, daemon: Daemon, client: Client
     ) -> None:
         with daemon.stopped(), pytest.raises((DeadlineExceeded, NodeUnavailable)):
             client.reserve(fresh_prefix(1), timeout_s=0.5)
         is_back(client)
 
     def test_slots_at_home_are_committed_when_it_wakes(
-        self, cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
+        self, cluster: Cluster, daemon: Daemon, far: Member, client: Client
     ) -> None:
         prefix = fresh_prefix(2)
         slots = reserved_at_home(client, prefix)
@@ -363,7 +364,7 @@ class TestStopped:
 
 @pytest.mark.slow
 def test_a_rank_writes_its_slice_at_home_or_nowhere(
-    cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
+    cluster: Cluster, daemon: Daemon, far: Member, client: Client
 ) -> None:
     """The other ranks would not find it on another node, so home is waited for."""
     prefix = fresh_prefix(1, SHARDED)
@@ -375,7 +376,7 @@ def test_a_rank_writes_its_slice_at_home_or_nowhere(
 
 @pytest.mark.slow
 def test_a_rank_reserves_at_home_or_nowhere(
-    cluster: Cluster, daemon: Daemon, far: Member, client: PoolClient
+    cluster: Cluster, daemon: Daemon, far: Member, client: Client
 ) -> None:
     prefix = fresh_prefix(1, SHARDED)
     with daemon.stopped(), pytest.raises((DeadlineExceeded, NodeUnavailable)):
@@ -388,7 +389,7 @@ def test_a_rank_reserves_at_home_or_nowhere(
 
 
 def test_blocks_at_home_have_places_and_blocks_of_others_have_none(
-    client: PoolClient, daemon: Daemon, cluster: Cluster, far: Member
+    client: Client, daemon: Daemon, cluster: Cluster, far: Member
 ) -> None:
     both, elsewhere = on_both(cluster, daemon, far), far.put(fresh_prefix(3))
     cluster.settle()

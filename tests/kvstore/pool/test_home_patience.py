@@ -29,15 +29,14 @@ from tiffin.kvstore.pool.home import home_link
 from tiffin.kvstore.pool.home.home import Home
 from tiffin.kvstore.pool.home.home_link import SLICE_MAX_S
 from tiffin.kvstore.pool.link_health import Links
-from tiffin.kvstore.pool.verb_driver import PoolOptions
+from tiffin.kvstore.pool.peers import PoolOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from poolsupport import Cluster
 
-    from tiffin.kvstore import Prefix
-    from tiffin.kvstore.pool.client import PoolClient
+    from tiffin.kvstore import Client, Prefix
 
 # A call that takes so long has waited for the silent home: a hang.
 LONG_S = 30.0
@@ -312,7 +311,7 @@ class TestOnlyHolder:
     """Blocks that only a silent home has."""
 
     @pytest.fixture
-    def silent_home(self, cluster: Cluster) -> tuple[PoolClient, Prefix, Scripted]:
+    def silent_home(self, cluster: Cluster) -> tuple[Client, Prefix, Scripted]:
         home = cluster.start("home", 64, schema=SCHEMA)
         cluster.start("far", 64, schema=SCHEMA)
         prefix = home.put(fresh_prefix(2))
@@ -326,7 +325,7 @@ class TestOnlyHolder:
     @pytest.mark.slow
     @pytest.mark.parametrize("into", [False, True], ids=["view", "into"])
     def test_who_finds_it_silent_waits_at_its_port(
-        self, silent_home: tuple[PoolClient, Prefix, Scripted], into: bool
+        self, silent_home: tuple[Client, Prefix, Scripted], into: bool
     ) -> None:
         client, prefix, _ = silent_home
         target = bytearray(2 * SCHEMA.block_bytes) if into else None
@@ -335,7 +334,7 @@ class TestOnlyHolder:
             assert_right(blocks, prefix)
 
     def test_later_ones_are_told_at_once(
-        self, silent_home: tuple[PoolClient, Prefix, Scripted]
+        self, silent_home: tuple[Client, Prefix, Scripted]
     ) -> None:
         client, prefix, _ = silent_home
         assert client.match(prefix).blocks == 0, "nobody else has it"
@@ -345,14 +344,14 @@ class TestOnlyHolder:
             assert blocks.reason == "lost"
 
     def test_pins_of_it_are_not_counted_as_none(
-        self, silent_home: tuple[PoolClient, Prefix, Scripted]
+        self, silent_home: tuple[Client, Prefix, Scripted]
     ) -> None:
         client, prefix, _ = silent_home
         assert client.pin(prefix, ttl_s=0.1) == 2  # by its port, which answers here
 
     @pytest.mark.slow
     def test_blocks_before_and_behind_are_read_once(
-        self, cluster: Cluster, silent_home: tuple[PoolClient, Prefix, Scripted]
+        self, cluster: Cluster, silent_home: tuple[Client, Prefix, Scripted]
     ) -> None:
         client, prefix, _ = silent_home
         far = cluster.members["far"]

@@ -84,7 +84,7 @@ class TestDaemon:
             both.put(prefix, payloads_of(prefix))
             with both.get(prefix) as blocks:
                 assert_right(blocks, prefix)
-                memory = both._home.mapping.memory  # type: ignore[attr-defined]
+                memory = both.near_link.mapping.memory  # type: ignore[attr-defined]
                 assert np.shares_memory(blocks[0].bytes, memory)
 
     @pytest.mark.slow
@@ -263,8 +263,8 @@ class TestHome:
         target = Pool(
             directory=f"embedded:{cluster.name}", home=str(path) if home == "path" else home
         )
-        with contextlib.closing(open_pool(target, "always", "client")) as client:
-            assert (client._home is not None) == (home != "none")
+        with contextlib.closing(Client(open_pool(target, "client"), "always")) as client:
+            assert (client.near_link is not None) == (home != "none")
             prefix = fresh_prefix(2)
             assert client.put(prefix, payloads_of(prefix)).complete
             with client.get(prefix) as blocks:
@@ -282,12 +282,10 @@ class TestHome:
         target = Pool(directory=f"embedded:{cluster.name}", home=str(tmp_path / "none"))
         handles = cluster.directory._state.handles
         with pytest.raises(NodeUnavailable, match="tiffin node --socket"):
-            open_pool(target, "always", "")
+            open_pool(target, "")
         for bad in ({"hedge_s": -1.0}, {"streams": 99}):
             with pytest.raises(InvalidInput):
-                open_pool(Pool(directory=f"embedded:{cluster.name}", numbers=bad), "always", "")
-        with pytest.raises(InvalidInput):
-            open_pool(Pool(directory=f"embedded:{cluster.name}"), "maybe", "")  # type: ignore[arg-type]
+                open_pool(Pool(directory=f"embedded:{cluster.name}", numbers=bad), "")
         assert cluster.directory._state.handles == handles
 
     @pytest.mark.slow
@@ -299,7 +297,7 @@ class TestHome:
         prefix, more = far.put(fresh_prefix(2)), fresh_prefix(2)
         cluster.settle()
         target = Pool(directory=f"embedded:{cluster.name}", home=str(daemon.socket))
-        with contextlib.closing(open_pool(target, "always", "")) as client:
+        with contextlib.closing(Client(open_pool(target, ""), "always")) as client:
             with client.get(prefix) as blocks:
                 assert blocks.complete
             daemon.kill()

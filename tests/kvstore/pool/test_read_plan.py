@@ -16,10 +16,10 @@ from tiffin.kvstore.pool.pool_verbs import (
     Locate,
     Outcome,
     Read,
+    ReadOutcome,
     Together,
     get,
 )
-from tiffin.kvstore.pool.read_results import ReadOutcome
 
 PREFIX = fresh_prefix(6)
 NUMBER = 1  # of the home node, in the directory

@@ -14,12 +14,11 @@ from poolsupport import LARGE, Cluster, Member
 from tiffin.kvstore.errors import ClientClosed, InvalidInput, NodeUnavailable
 from tiffin.kvstore.health import MAX_S, Health
 from tiffin.kvstore.node.core.node_core import CoreOptions
+from tiffin.kvstore.pool.peers import PoolOptions
 from tiffin.kvstore.pool.remote import block_read, remote_node
-from tiffin.kvstore.pool.verb_driver import PoolOptions
 
 if TYPE_CHECKING:
-    from tiffin.kvstore import Prefix
-    from tiffin.kvstore.pool.client import PoolClient
+    from tiffin.kvstore import Client, Prefix
 
 BLOCK = LARGE.extent_bytes
 # In these tests a node that sends nothing for a quarter of a second is given up.
@@ -30,7 +29,7 @@ def prompt(blocks: int = 4) -> Prefix:
     return fresh_prefix(blocks, LARGE)
 
 
-def read(client: PoolClient, prefix: Prefix, into: bool = True, timeout_s: float = 10.0) -> str:
+def read(client: Client, prefix: Prefix, into: bool = True, timeout_s: float = 10.0) -> str:
     """Get all of it and compare every byte; how many blocks came, and the reason for the rest."""
     target = np.zeros((len(prefix), LARGE.block_bytes), np.uint8) if into else None
     with client.get(prefix, into=target, timeout_s=timeout_s) as blocks:
@@ -136,11 +135,11 @@ class TestLostAndStalled:
         cluster.settle()
         return prefix
 
-    def client(self, cluster: Cluster, **numbers: float) -> PoolClient:
+    def client(self, cluster: Cluster, **numbers: float) -> Client:
         """A client that asks `sick` first, because its measurement of `well` is slow."""
         client = cluster.open(**{"hedge_s": HEDGE_S, **numbers})
         for _ in range(20):
-            client._driver.links.moved(cluster.members["well"].number, 1, 0.01)
+            client._nodes.driver.links.moved(cluster.members["well"].number, 1, 0.01)
         return client
 
     def test_only_missing_blocks_are_read_again_when_a_node_is_lost(
@@ -182,7 +181,7 @@ class TestLostAndStalled:
             sick.network.resume()
         # A chunk of the relay holds less than a block: two or three have come through whole.
         assert fetched[0].blocks in (1, 2)
-        assert client._driver.links.down(time.monotonic()) == {sick.number}
+        assert client._nodes.driver.links.down(time.monotonic()) == {sick.number}
         before = reads_of(well)
         assert read(client, prefix) == "6 None"  # `sick` rests for a while
         assert reads_of(well) == before + 6
@@ -223,7 +222,7 @@ class TestLostAndStalled:
         cluster.settle()
         client = cluster.open(hedge_s=HEDGE_S)
         client.statistics()  # it is connected to both
-        links = client._driver.links
+        links = client._nodes.driver.links
         for _ in range(20):
             links.moved(dead.number, 1, 1.0)  # the other one is asked first
         assert still.network is not None
@@ -246,7 +245,7 @@ class TestLostAndStalled:
         sick.network.resume()
 
     def test_the_budget_is_spent_and_saved_up_again(self, cluster: Cluster) -> None:
-        links = cluster.open(hedge_share=0.5)._driver.links
+        links = cluster.open(hedge_share=0.5)._nodes.driver.links
         for _ in range(10):
             assert links.may_hedge()
             links.hedged()
@@ -285,7 +284,7 @@ class TestLostAndStalled:
         assert read(client, prefix, timeout_s=30) == "0 lost"
         assert time.monotonic() - began < 15, "a node that was silent is left alone"
         only.network.resume()
-        client._driver.links._ways[
+        client._nodes.driver.links._ways[
             only.number
         ].health.retry_at = time.monotonic()  # its rest is over
         wait_until(lambda: read(client, prefix) == "2 None", "the node is asked again")
@@ -322,7 +321,7 @@ class TestHints:
         client = cluster.open()
 
         def is_taken_back() -> bool:
-            client._driver.links.moved(two.number, 1, 1.0)  # the other one is asked first
+            client._nodes.driver.links.moved(two.number, 1, 1.0)  # the other one is asked first
             assert read(client, prefix) == "4 None"
             return cluster.directory.locate(prefix.keys[:1]) == [(two.number,)]
 
@@ -365,7 +364,9 @@ class TestHints:
         number = cluster.directory.register(forged)
         cluster.forge(number, prefix)
         client = cluster.open()
-        client._driver.links.moved(one.number, 1, 1.0)  # so that the forged one is tried first
+        client._nodes.driver.links.moved(
+            one.number, 1, 1.0
+        )  # so that the forged one is tried first
         assert read(client, prefix) == "2 None"
         with pytest.raises(NodeUnavailable):
             client.replicate(prefix, [number])
@@ -395,7 +396,7 @@ class TestHints:
 
             greeter = Background(greet)
             client = cluster.open()
-            client._driver.links.moved(one.number, 1, 1.0)
+            client._nodes.driver.links.moved(one.number, 1, 1.0)
             assert read(client, prefix) == "2 None"
             greeter.result()
         cluster.directory.withdraw(number)
@@ -428,7 +429,7 @@ class TestDamage:
         bad.flip(prefix[2:])
         client = cluster.open(hedge_s=60.0)
         for _ in range(20):
-            client._driver.links.moved(good.number, 1, 0.01)
+            client._nodes.driver.links.moved(good.number, 1, 0.01)
         assert read(client, prefix) == "4 None"
         assert (reads_of(bad), reads_of(good)) == (4, 2)  # the bad block and the one behind it
         wait_until(lambda: bad.has(prefix) == [True, True, False, True], "the node drops it")
@@ -551,11 +552,11 @@ class TestClosing:
         with pytest.raises(ClientClosed):
             client.get(prompt(1))
         with pytest.raises(ClientClosed):
-            client._driver.peer(1)
+            client._nodes.driver.peer(1)
 
     def test_peers_that_left_are_forgotten(self, cluster: Cluster) -> None:
         client = cluster.open()
-        engine = client._driver
+        engine = client._nodes.driver
         for index in range(12):
             member = cluster.start(f"n{index}")
             prefix = member.put(prompt(1))

@@ -20,27 +20,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiffin.kvstore import Prefix
-    from tiffin.kvstore.pool.client import PoolClient
 
 
 def prompt(blocks: int = 3) -> Prefix:
     return fresh_prefix(blocks, LARGE)
 
 
-def by_replicate(client: PoolClient, prefix: Prefix, source: Member, target: Member) -> None:
+def by_replicate(client: Client, prefix: Prefix, source: Member, target: Member) -> None:
     with pytest.raises(NoRoom, match="no other node is known to have"):
         client.replicate(prefix, [target.number])
 
 
-def by_evacuation(client: PoolClient, prefix: Prefix, source: Member, target: Member) -> None:
+def by_evacuation(client: Client, prefix: Prefix, source: Member, target: Member) -> None:
     client.evacuate(source.number)
 
 
-def by_prefetch(client: PoolClient, prefix: Prefix, source: Member, target: Member) -> None:
+def by_prefetch(client: Client, prefix: Prefix, source: Member, target: Member) -> None:
     client.prefetch(prefix).wait()
 
 
-def by_reading(client: PoolClient, prefix: Prefix, source: Member, target: Member) -> None:
+def by_reading(client: Client, prefix: Prefix, source: Member, target: Member) -> None:
     client.get(prefix).release()
 
 
@@ -129,7 +128,9 @@ class TestCopiesUnderWay:
         assert held.reached.wait(30)
         assert client.remove(prefix) == 3
         held.go.set()
-        wait_until(lambda: all(order.done() for order in client._orders._ordered), "it has ended")
+        wait_until(
+            lambda: all(order.done() for order in client._nodes._orders._ordered), "it has ended"
+        )
         assert holders(cluster, prefix) == [[]] * 3
 
 
@@ -141,7 +142,7 @@ class TestWhoIsAsked:
         prefix = far.put(prompt())
         client = cluster.open(home)
         assert len(client.nodes()) == 2
-        monkeypatch.setattr(client._driver.members, "nodes", lambda **_: {})
+        monkeypatch.setattr(client._nodes.driver.members, "nodes", lambda **_: {})
         assert client.remove(prefix) == 3
         assert far.has(prefix) == [False] * 3
 
@@ -152,7 +153,7 @@ class TestWhoIsAsked:
         home, far = cluster.start("home"), cluster.start("far")
         prefix = far.put(prompt())
         client = cluster.open(home if with_home else None)
-        monkeypatch.setattr(client._driver.members, "nodes", lambda **_: {})
+        monkeypatch.setattr(client._nodes.driver.members, "nodes", lambda **_: {})
         with pytest.raises(NodeUnavailable, match="the directory lists none"):
             client.remove(prefix)
 
@@ -179,7 +180,7 @@ class TestWhoIsAsked:
         home, far = cluster.start("home"), cluster.start("far")
         prefix = far.put(prompt())
         client = cluster.open()
-        members = client._driver.members
+        members = client._nodes.driver.members
         both = members.nodes()
         answers = [{home.number: both[home.number]}, both, both]
         monkeypatch.setattr(members, "nodes", lambda **_: answers.pop(0))
@@ -192,7 +193,7 @@ class TestWhoIsAsked:
         assert len(client.nodes()) == 2
         far.stop()
         assert client.remove(prompt()) == 0
-        assert [record.name for record in client._driver.seen().values()] == ["home"]
+        assert [record.name for record in client._nodes.driver.seen().values()] == ["home"]
 
     def test_a_removal_that_took_too_long_is_no_success(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,7 @@ from streamsupport import (
 )
 from streamworker import STREAMED, fill, is_right, prefix_of
 
-from tiffin.kvstore import Client
+from tiffin.kvstore import AsyncClient, Client
 from tiffin.kvstore.errors import (
     DeadlineExceeded,
     InvalidInput,
@@ -46,7 +46,6 @@ from tiffin.kvstore.errors import (
     StaleLease,
 )
 from tiffin.kvstore.pool import staged_write
-from tiffin.kvstore.pool.async_client import AsyncPoolClient
 from tiffin.kvstore.pool.remote.block_write import RemoteReservation
 
 if TYPE_CHECKING:
@@ -88,8 +87,8 @@ class TestPublishing:
         prefix = prompt(2)
 
         async def run() -> None:
-            async with AsyncPoolClient(cluster.open()) as writer:
-                reader = AsyncPoolClient(cluster.open())
+            async with AsyncClient(cluster.open()) as writer:
+                reader = AsyncClient(cluster.open())
                 async with reader, writer.reserve(prefix) as slots:
                     fill(slots, 0)
                     await slots.publish(0)
@@ -487,7 +486,7 @@ class TestLimitsOfTime:
         publish(slots, *range(LAYERS))
         asked: list[RemoteReservation] = []
         given: list[float] = []
-        put = writer.put
+        put = writer._nodes.put
 
         def commit(reservation: RemoteReservation, *_: Any) -> bytes:
             asked.append(reservation)
@@ -495,13 +494,13 @@ class TestLimitsOfTime:
             reservation.abort()
             raise DeadlineExceeded("no answer")
 
-        def noting(*arguments: Any, timeout_s: float, **options: Any) -> Any:
-            given.append(timeout_s)
-            return put(*arguments, timeout_s=timeout_s, **options)
+        def noting(*arguments: Any, **options: Any) -> Any:
+            given.append(arguments[3])
+            return put(*arguments, **options)
 
         for reservation in slots._reservations:  # type: ignore[attr-defined]
             monkeypatch.setattr(reservation, "commit", partial(commit, reservation))
-        monkeypatch.setattr(writer, "put", noting)
+        monkeypatch.setattr(writer._nodes, "put", noting)
         slots.commit()
         assert len(asked) == 1
         assert slots.stored == (0, 2, 4)

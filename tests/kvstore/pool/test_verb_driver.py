@@ -25,11 +25,12 @@ from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.pool.home.read_through import HomeCopies
 from tiffin.kvstore.pool.link_health import Links
 from tiffin.kvstore.pool.members import PLACED_MAX, PLACED_S, FixedMembers, HomeNumber, Placements
+from tiffin.kvstore.pool.peers import WORKERS
 from tiffin.kvstore.pool.pool_verbs import AskNode, Together
 from tiffin.kvstore.pool.put_placement import _joined
 from tiffin.kvstore.pool.replica_choice import LATE_S, ReplicaRun, cheapest, plan_reads
 from tiffin.kvstore.pool.replication.replication_requests import ORDERS_MAX, Orders
-from tiffin.kvstore.pool.verb_driver import WORKERS, VerbDriver
+from tiffin.kvstore.pool.verb_driver import VerbDriver
 from tiffin.kvstore.verbs.block_verbs import PutResult
 from tiffin.messenger.budget import SHARED, Priority
 
@@ -284,7 +285,7 @@ class TestTogether:
 class TestAsking:
     def test_a_refusal_is_no_failure_of_the_node(self, cluster: Cluster) -> None:
         one = cluster.start("one")
-        driver = cluster.open()._driver
+        driver = cluster.open()._nodes.driver
         pull = messages.Pull(0, bytes(16), bytes(16), 0, 4711, 1.0)
         with pytest.raises(NodeUnavailable, match="not in the pool"):
             driver.ask(one.number, pull, 5.0)  # `one` reports that node 4711 is unavailable
@@ -327,7 +328,7 @@ def test_a_large_read_waits_for_its_turn_and_does_not_blame_the_node(
         with client.get(prefix, timeout_s=0.05) as none:
             assert (len(none), none.reason) == (0, "deadline")
         assert SHARED.waiting == 0
-    assert client._driver.links.down(time.monotonic()) == set()
+    assert client._nodes.driver.links.down(time.monotonic()) == set()
     with client.get(prefix) as blocks:
         assert blocks.complete
     assert SHARED.used_bytes == 0
@@ -344,7 +345,7 @@ def test_a_node_that_hangs_holds_up_only_its_own_reads(
     prefixes = {node.number: fresh_prefix(3) for node in (one, two)}
     for number, prefix in prefixes.items():
         assert client.put(prefix, payloads_of(prefix), node=number).complete
-    peer = client._driver.peer(one.number)
+    peer = client._nodes.driver.peer(one.number)
     with peer.budget.hold(peer.budget.limit_bytes, Priority.DECODE, time.monotonic() + 5):
         with client.get(prefixes[one.number], timeout_s=0.05) as none:
             assert (len(none), none.reason) == (0, "deadline")
@@ -354,7 +355,7 @@ def test_a_node_that_hangs_holds_up_only_its_own_reads(
 
 
 def test_a_summary_of_links_fits_a_record(cluster: Cluster) -> None:
-    driver = cluster.open()._driver
+    driver = cluster.open()._nodes.driver
     dice = random.Random(1)
     driver._records = {
         n: NodeRecord(f"node-{n}", "h:1", "", "", 1, 1, number=n) for n in range(200)

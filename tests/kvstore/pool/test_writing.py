@@ -171,13 +171,13 @@ class TestPlacement:
         assert sick.network is not None
         wait_until(lambda: len(client.nodes()) == 2, "both are known")
         monkeypatch.setattr(block_write, "STALL_S", 0.2)
-        failed = client._driver.links.failed
+        failed = client._nodes.driver.links.failed
 
         def noted(*arguments: Any, **late: bool) -> None:
             monkeypatch.setattr(block_write, "STALL_S", 20.0)  # enough for the other node
             failed(*arguments, **late)
 
-        monkeypatch.setattr(client._driver.links, "failed", noted)
+        monkeypatch.setattr(client._nodes.driver.links, "failed", noted)
         sick.network.stall_after(2 * LARGE.extent_bytes, "to")
         assert client.put(prefix, payloads_of(prefix), timeout_s=30).complete
         assert holders(cluster, prefix) == [["well"]] * 4
@@ -190,7 +190,7 @@ class TestPlacement:
         client, prefix = cluster.open(), prompt(1)
         with pytest.raises(InvalidInput, match="does not fit"):
             client.put(prefix, payloads_of(prefix))
-        assert client._driver.links.down(time.monotonic()) == set()  # which is not its fault
+        assert client._nodes.driver.links.down(time.monotonic()) == set()  # which is not its fault
 
     def test_a_pool_without_nodes(self, cluster: Cluster) -> None:
         client, prefix = cluster.open(), prompt(1)
@@ -275,7 +275,9 @@ class TestReplicas:
         putting = Background(
             lambda: client.put(prefix, payloads_of(prefix), replicas=replicas, timeout_s=30)
         )
-        wait_until(lambda: still.number in client._driver.links.down(time.monotonic()), "given up")
+        wait_until(
+            lambda: still.number in client._nodes.driver.links.down(time.monotonic()), "given up"
+        )
         still.network.resume()
         assert putting.result().complete
         assert "still" in holders(cluster, prefix)[0]
@@ -287,7 +289,9 @@ class TestReplicas:
         assert still.network is not None
         still.network.pause()
         putting = Background(lambda: client.put(prefix, payloads_of(prefix), timeout_s=60))
-        wait_until(lambda: still.number in client._driver.links.down(time.monotonic()), "given up")
+        wait_until(
+            lambda: still.number in client._nodes.driver.links.down(time.monotonic()), "given up"
+        )
         still.network.resume()
         assert putting.result().complete
         assert still.has(prefix) == [True] * 4
@@ -383,7 +387,7 @@ class TestHomeCopies:
         home, (_, prefix) = cluster.members["home"], far
         client = cluster.open(home, admission="always")
         with client.get(prefix, layers=1) as blocks:
-            assert all(np.shares_memory(b.bytes, client._home.mapping.memory) for b in blocks)
+            assert all(np.shares_memory(b.bytes, client.near_link.mapping.memory) for b in blocks)
 
     def test_copies_are_verified_whatever_the_client_trusts(
         self, cluster: Cluster, far: tuple[Member, Prefix]
@@ -460,7 +464,7 @@ class TestWishes:
         def broken(*_: object) -> None:
             raise NodeUnavailable("the socket broke")
 
-        monkeypatch.setattr(client._home, "call", broken)
+        monkeypatch.setattr(client.near_link, "call", broken)
         check(client, prefix)
         assert client.pin(prefix) == 2
         assert client.remove(prefix) == 2
@@ -612,7 +616,7 @@ def test_what_was_put_to_a_node_is_found_at_once(
     """Before the directory has it."""
     one, two = cluster.start("one"), cluster.start("two")
     client = cluster.open()
-    members = client._driver.members
+    members = client._nodes.driver.members
     monkeypatch.setattr(members, "locate", lambda keys: [()] * len(keys))
     for node in (one, two):
         prefix = fresh_prefix(2)

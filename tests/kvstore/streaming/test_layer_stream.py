@@ -47,7 +47,7 @@ from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.server.tcp_server import RemoteService
 from tiffin.kvstore.pool.remote.peer import Peer
 from tiffin.kvstore.streaming import layer_source
-from tiffin.kvstore.streaming.layer_stream import AsyncLayerStream
+from tiffin.kvstore.streaming.layer_stream import AsyncLayerStream, LayerStream
 from tiffin.messenger.errors import GrantError
 from tiffin.messenger.shm import host_copy
 from tiffin.messenger.transport import Range
@@ -637,7 +637,8 @@ def test_a_second_cancellation_does_not_stop_what_lets_go() -> None:
             ended.append("end")
 
     async def run() -> None:
-        closing = asyncio.create_task(AsyncLayerStream(Ending(), Any, 5.0).close())  # type: ignore[arg-type]
+        stream = LayerStream(Ending(), Any, 5.0)  # type: ignore[arg-type]
+        closing = asyncio.create_task(AsyncLayerStream(stream, Any).close())
         await asyncio.to_thread(waits.wait)
         for _ in range(3):
             closing.cancel()

@@ -16,7 +16,7 @@ from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 from tiffin.kvstore.node.core.records import BEING_WRITTEN, IN_DRAM
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.server.tcp_server import RemoteService
-from tiffin.kvstore.pool.client import IN_PEER
+from tiffin.kvstore.pool.many_nodes import IN_PEER
 from tiffin.kvstore.tiers.base import TierName
 from tiffin.kvstore.verbs import block_verbs
 

@@ -14,8 +14,8 @@ from kvsupport import SCHEMA, assert_right, fresh_prefix
 from verbsupport import GOOD, PREFIX, verbs_of
 
 from tiffin.kvstore import AsyncClient, Client
-from tiffin.kvstore.client.client import Slots
 from tiffin.kvstore.errors import InvalidInput, TiffinError
+from tiffin.kvstore.verbs.slots import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable

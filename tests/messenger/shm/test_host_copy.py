@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,6 @@ from tiffin.messenger.shm.host_copy import (
     XXH3_64_PAGES,
     byte_view,
     copy,
-    copy_segments_hashed,
     hash_segments,
 )
 
@@ -30,6 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tiffin.messenger.shm.host_copy import Algorithm
+
+
+def copy_segments_hashed(target: Any, source: Any, *how: Any, **options: Any) -> Any:
+    """Of one block."""
+    return host_copy.copy_blocks_hashed([target], [source], *how, **options)[0]
 
 
 def _random(nbytes: int, seed: int = 1) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -193,7 +197,7 @@ def _large() -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
 
 def test_large_copies_are_shared_with_a_helper_and_hash_the_same() -> None:
     target, source, segments = _large()
-    found = host_copy.copy_segments_hashed(target, source, segments)
+    found = copy_segments_hashed(target, source, segments)
     assert found.tolist() == [xxhash.xxh3_64_intdigest(source[o : o + n]) for o, n in segments]
     assert host_copy.hash_segments(target, segments).tolist() == found.tolist()
     for offset, length in segments:
@@ -205,7 +209,7 @@ def test_a_busy_helper_is_not_waited_for() -> None:
     begun, end = threading.Event(), threading.Event()
     blocker = host_copy._helper().submit(lambda: (begun.set(), end.wait(30)))
     begun.wait(30)
-    found = host_copy.copy_segments_hashed(target, source, segments)
+    found = copy_segments_hashed(target, source, segments)
     end.set()
     assert blocker.result(30)
     assert found.tolist() == [xxhash.xxh3_64_intdigest(source[o : o + n]) for o, n in segments]
@@ -213,7 +217,7 @@ def test_a_busy_helper_is_not_waited_for() -> None:
 
 def test_a_forked_child_has_a_helper_of_its_own() -> None:
     target, source, segments = _large()
-    wanted = host_copy.copy_segments_hashed(target, source, segments).tolist()
+    wanted = copy_segments_hashed(target, source, segments).tolist()
     program = (
         "import os, sys, numpy as np\n"
         "from tiffin.messenger.shm import host_copy\n"

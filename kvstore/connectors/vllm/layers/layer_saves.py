@@ -19,11 +19,12 @@ from ....errors import TiffinError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from ....client.client import Client, Slots
+    from ....client.client import Client
+    from ....verbs.slots import Slots
     from ..pages.copier import EngineCopier
     from ..pool_link import PoolLink
+    from ..save import Save
     from ..transfer_counters import TransferCounters
-    from ..worker_side import Save
 
 log = logging.getLogger(__name__)
 

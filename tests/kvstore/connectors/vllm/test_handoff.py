@@ -21,7 +21,7 @@ from tiffin.kvstore.connectors.vllm.scheduler_side import SchedulerSide
 from tiffin.kvstore.connectors.vllm.settings import Settings
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.node.core.records import IN_DRAM
-from tiffin.kvstore.pool.client import IN_PEER
+from tiffin.kvstore.pool.many_nodes import IN_PEER
 from tiffin.kvstore.verbs.block_verbs import Hit
 
 if TYPE_CHECKING:

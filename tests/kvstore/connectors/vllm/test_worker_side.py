@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tiffin.kvstore import Prefix
-    from tiffin.kvstore.client.client import LeasedBlocks
     from tiffin.kvstore.connectors.vllm.pages.copier import PageLoad
+    from tiffin.kvstore.verbs.leased_blocks import LeasedBlocks
 
 URL = "embedded:?dram=16MiB&prefault=false"
 BLOCKS = 3

@@ -13,8 +13,9 @@ from tiffin.kvstore.memory.arena import Arena
 from tiffin.kvstore.memory.eviction import make_policy
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.node_core import CoreOptions, NodeCore
-from tiffin.kvstore.node.core.precommit_reads import SegmentPart, Watch, follower, publish
+from tiffin.kvstore.node.core.precommit_reads import Watch, follower, publish
 from tiffin.kvstore.node.core.records import Reason, Replica
+from tiffin.kvstore.node.core.sealed import SegmentPart
 from tiffin.kvstore.node.core.sharded_writes import Share
 from tiffin.kvstore.node.core.tier_ledger import TierSpace
 from tiffin.kvstore.tiers.base import TierName

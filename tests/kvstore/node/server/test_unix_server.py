@@ -517,7 +517,7 @@ class TestLimits:
             silent = Raw(in_process.socket, hello=False)
             assert silent.ended() == []  # by now the client has been idle for the frame timeout
             silent.close()
-            link: Any = client._link
+            link: Any = client.near_link
             (connection,) = link._connections._idle
             assert client.match(fresh_prefix(1)).blocks == 0
             assert link._connections._idle == [connection]

@@ -11,13 +11,17 @@ from kvsupport import SCHEMA, fresh_prefix
 from tiffin.kvstore.blocks.block_views import select
 from tiffin.kvstore.errors import CorruptBlock
 from tiffin.kvstore.node.core import messages
+from tiffin.kvstore.pool.remote import block_read
 from tiffin.kvstore.pool.remote.block_read import ArrivedSegments, _report
 from tiffin.kvstore.verbs.block_verbs import Access
 
 
-def test_the_block_that_is_damaged_is_reported_and_not_one_that_is_late() -> None:
+def test_the_block_that_is_damaged_is_reported_and_not_one_that_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Several streams carry ranges in any order: the second block may be complete before the first
     one is."""
+    monkeypatch.setattr(block_read, "_AT_END_BYTES_MAX", 0)  # as for large blocks
     prefix = fresh_prefix(2)
     targets = [np.zeros(SCHEMA.block_bytes, np.uint8) for _ in prefix.keys]
     arrivals = ArrivedSegments(prefix, select(SCHEMA), Access("always", None), targets)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def node(
 
 def bytes_of_paths(client: Any) -> dict[str, int]:
     """How many bytes the paths to the node moved."""
-    (peer,) = client._driver._peers.values()
+    (peer,) = client._nodes.driver._peers.values()
     messenger = peer.one_sided.messenger(time.monotonic() + 5.0)
     links = messenger.links if messenger is not None else []
     return {link.name: link.statistics.bytes for link in links}

@@ -31,19 +31,18 @@ from streamsupport import (
 )
 from streamworker import is_right
 
-from tiffin.kvstore import Client, KVSchema
+from tiffin.kvstore import AsyncClient, Client, KVSchema
 from tiffin.kvstore.deadlines import GRACE_S
 from tiffin.kvstore.errors import DeadlineExceeded, NodeUnavailable
 from tiffin.kvstore.pool import failover_source
-from tiffin.kvstore.pool.async_client import AsyncPoolClient
 from tiffin.kvstore.pool.remote.remote_source import RemoteSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tiffin.kvstore import Prefix, Slots
-    from tiffin.kvstore.pool.client import PoolClient
+    from tiffin.kvstore import Prefix
     from tiffin.kvstore.streaming.layer_stream import LayerStream
+    from tiffin.kvstore.verbs.slots import Slots
 
 
 def right(stream: LayerStream, prefix: Prefix) -> list[bool]:
@@ -159,7 +158,7 @@ class TestFetchingAhead:
         publish(slots, 0)
 
         async def run() -> None:
-            async with AsyncPoolClient(cluster.open()) as reader:
+            async with AsyncClient(cluster.open()) as reader:
                 layers: list[int] = []
 
                 async def read() -> None:
@@ -186,7 +185,7 @@ class TestFetchingAhead:
 
 
 @pytest.fixture
-def hung(cluster: Cluster) -> Iterator[tuple[list[Member], Prefix, PoolClient]]:
+def hung(cluster: Cluster) -> Iterator[tuple[list[Member], Prefix, Client]]:
     """Three nodes that have the same blocks, a client that is connected to them, and no answers."""
     members = [cluster.start(name, relayed=True) for name in ("one", "two", "three")]
     prefix = prompt(2)
@@ -206,7 +205,7 @@ def hung(cluster: Cluster) -> Iterator[tuple[list[Member], Prefix, PoolClient]]:
         member.network.resume()
 
 
-Hung = tuple[list[Member], "Prefix", "PoolClient"]
+Hung = tuple[list[Member], "Prefix", "Client"]
 
 
 class TestNodesThatHang:
@@ -259,7 +258,7 @@ class TestNodesThatHang:
         monkeypatch.setattr(RemoteSource, "_lease", seen)
 
         async def run() -> None:
-            reader = AsyncPoolClient(client)
+            reader = AsyncClient(client)
 
             async def read() -> None:
                 async with reader.stream(prefix, timeout_s=300.0):
@@ -340,7 +339,7 @@ class TestLosingTheNode:
                 raise NodeUnavailable("home was killed")
 
             with monkeypatch.context() as patched:
-                patched.setattr(client._home, "call", lost)
+                patched.setattr(client.near_link, "call", lost)
                 rest = list(course)
             layers = [first, *rest]
             assert [layer.index for layer in layers] == list(range(LAYERS))
@@ -354,7 +353,7 @@ class TestLosingTheNode:
         cluster.settle()
 
         async def run() -> None:
-            async with AsyncPoolClient(cluster.open()) as reader:
+            async with AsyncClient(cluster.open()) as reader:
                 read = 0
                 async for layer in reader.stream(prefix, node=one.number):
                     assert is_right(layer, prefix)
@@ -440,7 +439,7 @@ def test_many_streams_side_by_side(cluster: Cluster) -> None:
     client = cluster.open()
     prefixes = [one.put(prompt(1)) for _ in range(12)]
 
-    def read(client: PoolClient, prefix: Prefix) -> list[bool]:
+    def read(client: Client, prefix: Prefix) -> list[bool]:
         with client.stream(prefix, node=one.number, timeout_s=30) as stream:
             return right(stream, prefix)
 

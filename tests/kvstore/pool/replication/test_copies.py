@@ -89,7 +89,7 @@ class TestReplicating:
         pull = messages.Pull(
             0, prefix.key_bytes, prefix.parent, prefix.start, one.number, 5.0, wait=False
         )
-        assert cluster.open()._driver.ask(two.number, pull, 5.0).count == 0
+        assert cluster.open()._nodes.driver.ask(two.number, pull, 5.0).count == 0
         wait_until(lambda: two.has(prefix) == [True] * 3, "it is copied")
 
     @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ class TestReplicating:
         fields = {"keys": bytes(32), "parent": bytes(16), "depth": 0, "source": one.number}
         pull = messages.Pull(0, **{**fields, "timeout_s": 1.0, **change})  # type: ignore[arg-type]
         if error is None:
-            assert client._driver.ask(one.number, pull, 5.0).count == 0
+            assert client._nodes.driver.ask(one.number, pull, 5.0).count == 0
         else:
             with pytest.raises(error):
-                client._driver.ask(one.number, pull, 5.0)
+                client._nodes.driver.ask(one.number, pull, 5.0)
 
 
 class TestLimitsOfTime:
@@ -152,7 +152,7 @@ class TestLimitsOfTime:
         source, target = cluster.start("source"), cluster.start("target")
         waited, here = source.put(prompt(1)), target.put(source.put(prompt(1)))
         cluster.settle()
-        engine = cluster.open()._driver
+        engine = cluster.open()._nodes.driver
         held, late = Held(node_copy.Copier.copy), []
         at_work: list[Any] = []
 
@@ -238,7 +238,9 @@ class TestEvacuating:
         cluster.settle()
         client = cluster.open()
         both = [
-            Background(lambda n=n: client._driver.ask(n, messages.Evacuate(0, 30.0), 30.0).count)
+            Background(
+                lambda n=n: client._nodes.driver.ask(n, messages.Evacuate(0, 30.0), 30.0).count
+            )
             for n in (one.number, two.number, one.number, two.number)
         ]
         with within(5, "two evacuations at a time"):

@@ -180,6 +180,6 @@ def test_a_node_that_is_not_drained_is_looked_at_once(
         return handed[-1]
 
     monkeypatch.setattr(replication_service.Caretaker, "_order", busy)
-    asked = cluster.open()._driver.ask(one.number, messages.Evacuate(0, 20.0), 20.0)
+    asked = cluster.open()._nodes.driver.ask(one.number, messages.Evacuate(0, 20.0), 20.0)
     assert (asked.count, handed) == (2, [2])
     assert len(two.node.core.index) == 2

@@ -13,7 +13,7 @@ from tiffin.kvstore import Client
 from tiffin.kvstore.connection.node_link import LocalLink
 from tiffin.kvstore.credentials import Credentials, parse_address
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable, NoRoom
-from tiffin.kvstore.pool.client import PoolClient
+from tiffin.kvstore.pool.many_nodes import ManyNodes
 from tiffin.kvstore.pool.members import FixedHomeNumber, FixedMembers
 from tiffin.kvstore.pool.verb_driver import VerbDriver
 
@@ -30,12 +30,13 @@ def prompt(blocks: int = 3) -> Prefix:
 
 
 @contextlib.contextmanager
-def listing(*listed: Member, home: Member | None = None) -> Iterator[PoolClient]:
+def listing(*listed: Member, home: Member | None = None) -> Iterator[Client]:
     """A client of a list of nodes, in this order."""
     driver = VerbDriver(FixedMembers([parse_address(m.address) for m in listed]), Credentials())
     link = None if home is None else LocalLink(home.node, "in place", owns_node=False)
     number = FixedHomeNumber()
-    with PoolClient(driver, "always", home=link, home_number=number, admission="never") as client:
+    nodes = ManyNodes(driver, home=link, home_number=number, admission="never")
+    with Client(nodes, "always") as client:
         if home is not None:
             client.statistics()
         yield client

@@ -10,9 +10,8 @@ import pytest
 from kvsupport import Background, assert_right, fresh_prefix, wait_until, within
 from poolsupport import LARGE, Cluster, Held, check, fill
 
-from tiffin.kvstore import Client
+from tiffin.kvstore import AsyncClient, Client
 from tiffin.kvstore.errors import ClientClosed, NodeUnavailable
-from tiffin.kvstore.pool.async_client import AsyncPoolClient
 from tiffin.kvstore.pool.replication import node_copy
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class TestBringing:
         pool = cluster.open(home)
 
         async def use() -> None:
-            client = AsyncPoolClient(pool)
+            client = AsyncClient(pool)
             handle = await client.prefetch(prefix, timeout_s=20)
             assert await handle.wait(timeout_s=20)
             assert await handle.poll()
@@ -185,7 +184,7 @@ class TestFailing:
         def refusing(request: Any, timeout_s: float) -> Any:
             raise NodeUnavailable("nobody listens")
 
-        monkeypatch.setattr(client._home._link, "call", refusing)  # type: ignore[union-attr]
+        monkeypatch.setattr(client.near_link._link, "call", refusing)  # type: ignore[union-attr]
         assert ended(client.prefetch(prefix)) == (0, "lost")
 
     def test_a_client_is_closed_meanwhile(

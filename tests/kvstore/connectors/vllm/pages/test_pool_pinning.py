@@ -12,7 +12,6 @@ pytest.importorskip("torch")
 from gpusupport import GpuRank, blocks
 from kvsupport import wait_until
 
-from tiffin.kvstore.client.local_node import near_link
 from tiffin.kvstore.connectors.vllm.pages import pool_pinning
 from tiffin.kvstore.connectors.vllm.pages.pool_pinning import PoolPinning
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
@@ -40,7 +39,7 @@ def link() -> Iterator[PoolLink]:
 
 def pinned(link: PoolLink) -> bool:
     def is_pinned(client: Any) -> bool:
-        near = near_link(client)
+        near = client.near_link
         assert near is not None
         memories = near.mapping.all
         return any(registration(memory.ctypes.data, 1, "cpu") for memory in memories)

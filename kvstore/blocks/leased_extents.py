@@ -8,7 +8,7 @@ from tiffin.messenger.shm import host_copy
 
 from ..format.expected_headers import ExpectedHeaders
 from .block_views import Block
-from .selection_copy import copy_hashed, gather
+from .selection_copy import copy_hashed, first_differing, gather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,10 +50,10 @@ class LeasedExtents:
     def headers(self, first: int, count: int) -> list[bytes]:
         """Copies of the headers of up to `count` blocks from `first` on, without the zeros at their
         end, as far as they are what the prefix expects."""
-        offsets = self.offsets[first : first + count]
-        return self._expected.leading(
-            self._view, offsets, self.generations[first : first + count], first
-        )
+        offsets, size = self.offsets[first : first + count], self.schema.header.used_bytes
+        raws = (self._view[at : at + size].tobytes() for at in offsets)
+        generations = self.generations[first : first + count]
+        return self._expected.leading(raws, offsets, generations, first)
 
     def payload(self, index: int) -> Bytes:
         """The payload of block `index`, read-only."""
@@ -93,11 +93,9 @@ def check(
         else:
             algorithm = selection.schema.checksum
             found = host_copy.hash_blocks(payloads, selection.spans, algorithm)
-        wanted = leased.schema.header.checksum_table([headers[i - first] for i in verified])
-        if found.shape != wanted.shape:  # the selection is a part of the block
-            wanted = wanted[:, selection.segments]
-        if (differs := (found != wanted).any(axis=1)).any():
-            end = verified[int(differs.argmax())]
+        bad = first_differing(found, [headers[i - first] for i in verified], selection)
+        if bad is not None:
+            end = verified[bad]
     if targets:
         for i in range(first, end):
             if not (hashes_copies and sample[i - first]):

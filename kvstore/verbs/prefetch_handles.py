@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from ..after_fork import OfOneProcess
 from ..connection.loop_threads import abandonable
 from ..errors import ClientClosed, DeadlineExceeded
-from ..verbs.arguments import verb
-from ..verbs.block_verbs import DEFAULT_TIMEOUT_S
+from .arguments import verb
+from .block_verbs import DEFAULT_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..connection.node_link import NodeLink
     from ..format.keys import Prefix
-    from ..verbs.prefetching import PrefetchState
+    from .prefetching import PrefetchState
 
 
 class PrefetchHandle(OfOneProcess):

@@ -9,7 +9,7 @@ from tiffin.messenger.shm import host_copy
 
 from ..blocks.block_views import select
 from ..node.core import messages
-from ..verbs.block_verbs import work
+from .block_verbs import work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
