@@ -71,11 +71,6 @@ class Selection:
     shard: Shard | None = None
 
     @property
-    def contiguous(self) -> bool:
-        """Whether the selection is one run of bytes of a block."""
-        return len(self.ranges) == 1
-
-    @property
     def spans_bytes(self) -> int:
         """Bytes of all touched segments; more than `nbytes` if the selection is not aligned."""
         return sum(length for _, length in self.spans)

@@ -4,7 +4,7 @@ that the caller gets."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
@@ -46,6 +46,10 @@ class ReplicaNode(Protocol):
         node can take them. Raises NodeUnavailable, DeadlineExceeded, Draining, InvalidInput."""
 
 
+# Reads what a reader wants by a deadline from the holders of each block: `VerbDriver.read`.
+ReadFrom: TypeAlias = "Callable[[Reader, float, Sequence[tuple[int, ...]]], Outcome]"
+
+
 class HomeNode(ReplicaNode, HomeState, Protocol):
     """The home node as a replica: see `Home`."""
 
@@ -53,7 +57,7 @@ class HomeNode(ReplicaNode, HomeState, Protocol):
         self,
         part: Prefix,
         located: Sequence[tuple[int, ...]],
-        read: Callable[[Reader, float, Sequence[tuple[int, ...]]], Outcome],
+        read: ReadFrom,
         deadline: float,
     ) -> int:
         """Copy blocks into the home node from their holders, which `read` reads; how many leading

@@ -37,11 +37,9 @@ def publish(
     at_once = slots_per_message(segments)
     for first in range(0, len(kept), at_once):
         part = kept[first : first + at_once]
-        found = []
-        for _, slot in part:
-            hashing = partial(host_copy.hash_segments, slot.view, in_payload, algorithm)
-            found.append(work(link, hashing))
-        sums = b"".join(checksums.astype("<u8").tobytes() for checksums in found)
+        views = [slot.view for _, slot in part]
+        found = work(link, partial(host_copy.hash_blocks, views, in_payload, algorithm))
+        sums = found.astype("<u8").tobytes()
         numbers = [number for number, _ in part]
         link.call(messages.Publish(0, lease, numbers, segments, spans, sums), timeout_s)
         for (_, slot), checksums in zip(part, found, strict=True):

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from ...node.core import messages
     from ...verbs.block_verbs import PutResult, ReservedSlots
     from ..peers import Peers
-    from ..pool_verbs import Outcome
-    from ..read_results import Reader
+    from ..read_results import Reader, ReadFrom
     from ..remote.block_write import BlockSeals
     from ..replica_choice import ReplicaRun
 
@@ -86,7 +85,7 @@ class Home(HomeLink):
         self,
         part: Prefix,
         located: Sequence[tuple[int, ...]],
-        read: Callable[[Reader, float, Sequence[tuple[int, ...]]], Outcome],
+        read: ReadFrom,
         deadline: float,
     ) -> int:
         """See `HomeNode.copy_here` and `HomeCopies.bring`."""

@@ -19,12 +19,12 @@ from ...verbs.block_verbs import Access
 from ..read_results import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ...blocks.block_views import Slot
     from ...connection.node_link import NodeLink
     from ...format.keys import Prefix
-    from ..pool_verbs import Outcome
+    from ..read_results import ReadFrom
 
 # The most keys whose first read is remembered: 2 MiB or so, blocks of 33 million tokens.
 _SEEN_MAX = 65_536
@@ -69,7 +69,7 @@ class HomeCopies:
         part: Prefix,
         located: Sequence[tuple[int, ...]],
         home: NodeLink,
-        read: Callable[[Reader, float, Sequence[tuple[int, ...]]], Outcome],
+        read: ReadFrom,
         deadline: float,
     ) -> int:
         """Read the blocks of `part` from their holders into slots at home; how many leading blocks
