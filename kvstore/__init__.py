@@ -1,15 +1,15 @@
 """Tiffin's store: KV cache blocks by prefix, over DRAM and NVMe, for the processes of a host."""
 
-from .blocks.block_views import Block, Blocks, Missing
 from .client.async_client import AsyncClient
+from .client.blocks.block_views import Block, Blocks, Missing
 from .client.client import Client
+from .client.streaming.layer_source import StreamedLayer
+from .client.streaming.layer_stream import AsyncLayerStream, LayerStream
+from .client.verbs.block_verbs import Hit, PutResult
+from .client.verbs.prefetch_handles import AsyncPrefetch, Prefetch
 from .errors import TiffinError
 from .format.keys import Prefix
 from .format.schema import KVSchema, LayerSpec, Shard
-from .streaming.layer_source import StreamedLayer
-from .streaming.layer_stream import AsyncLayerStream, LayerStream
-from .verbs.block_verbs import Hit, PutResult
-from .verbs.prefetch_handles import AsyncPrefetch, Prefetch
 
 __all__ = [
     "AsyncClient",

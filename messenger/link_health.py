@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .health import Health
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -29,8 +31,8 @@ _DEFAULTS = {
     "tcp": (50e-6, 3e9),
 }
 
-# Exponential back-off of a path that failed, doubled with each failure in a row: the first is
-# shorter than a reconnect, the last as long as a node's restart.
+# The rests of a path that failed: the first is shorter than a reconnect, the last as long as a
+# node's restart.
 _REST_S_MIN, _REST_S_MAX = 0.1, 10.0
 
 
@@ -78,27 +80,21 @@ class LinkStatistics:
 class LinkHealth:
     """One path's statistics and health. Not thread-safe."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    __slots__ = ("health", "statistics")
+
+    def __init__(self, name: str, health: Health | None = None) -> None:
         self.statistics = LinkStatistics(name)
-        self.rests_until = float("-inf")
-        self._failures = 0  # in a row
+        self.health = health or Health(_REST_S_MIN, _REST_S_MAX)
 
     def succeeded(self, nbytes: int, seconds: float) -> None:
         """Count a transfer that succeeded, and end the back-off."""
-        self._failures = 0
-        self.rests_until = float("-inf")
+        self.health.answered()
         self.statistics.observe(nbytes, seconds)
 
-    def failed(self, now: float) -> None:
-        """Count a transfer that failed, and start a back-off, longer with each failure in a row."""
+    def failed(self, now: float, *, late: bool = False) -> None:
+        """Count a transfer that failed. See `Health.failed`."""
         self.statistics.errors += 1
-        self.rests_until = now + min(_REST_S_MAX, _REST_S_MIN * 2.0 ** min(self._failures, 30))
-        self._failures += 1
-
-    def resting(self, now: float) -> bool:
-        """Whether the link is in back-off after a failure."""
-        return now < self.rests_until
+        self.health.failed(now, late=late)
 
 
 def order_paths(links: Sequence[LinkHealth], nbytes: int, now: float) -> list[int]:
@@ -108,8 +104,8 @@ def order_paths(links: Sequence[LinkHealth], nbytes: int, now: float) -> list[in
 
     def rank(index: int) -> tuple[bool, float]:
         link = links[index]
-        if link.resting(now):
-            return True, link.rests_until
+        if link.health.rests(now):
+            return True, link.health.retry_at
         return False, link.statistics.predicted_s(nbytes)
 
     return sorted(range(len(links)), key=rank)

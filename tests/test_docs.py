@@ -23,12 +23,12 @@ from typer.main import get_command
 from tiffin.bench import cli as bench_cli
 from tiffin.bench.store import cli as bench_store_cli
 from tiffin.kvstore import cli, errors, url
+from tiffin.kvstore.client.verbs.arguments import VERIFY
 from tiffin.kvstore.format.header import BlockState
 from tiffin.kvstore.memory.eviction import POLICIES
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.records import Reason
 from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.verbs.arguments import VERIFY
 from tiffin.messenger.wire.framing import encode_frame
 
 if TYPE_CHECKING:

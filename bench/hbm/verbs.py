@@ -21,8 +21,8 @@ from ..store.setting import prefix_of, room_for, schema_of, size_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tiffin.kvstore.client.verbs.arguments import Verify
     from tiffin.kvstore.format.keys import Prefix
-    from tiffin.kvstore.verbs.arguments import Verify
 
     from .setting import Setting
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiffin.kvstore.client.client import Client
+from tiffin.kvstore.client.pool.remote.peer import Peer
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.directory import open_directory
 from tiffin.kvstore.errors import NodeUnavailable
 from tiffin.kvstore.extras import need
 from tiffin.kvstore.node.core import messages
-from tiffin.kvstore.pool.remote.peer import Peer
 
 from ..store.rows import MILLISECONDS, Row, Side, Target, interleave, single, times
 from ..store.setting import prefix_of, room_for, schema_of

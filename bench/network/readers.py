@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiffin.kvstore.blocks.block_views import select
+from tiffin.kvstore.client.blocks.block_views import select
 from tiffin.kvstore.client.client import Client
 
 from ..limits import touched
@@ -21,8 +21,8 @@ from .transfer import GIGA, get, pair
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tiffin.kvstore.client.verbs.arguments import Verify
     from tiffin.kvstore.format.keys import Prefix
-    from tiffin.kvstore.verbs.arguments import Verify
 
     from .setting import Setting
 

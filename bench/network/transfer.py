@@ -19,9 +19,9 @@ from .setting import Metered, apart, remote_node
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from tiffin.kvstore.client.verbs.arguments import Verify
     from tiffin.kvstore.format.keys import Prefix
     from tiffin.kvstore.format.schema import HeadRange
-    from tiffin.kvstore.verbs.arguments import Verify
 
     from ..limits import Bytes
     from .setting import RemoteNode, Setting

@@ -24,8 +24,8 @@ from .turns import PeerRow, in_turns
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tiffin.kvstore.client.verbs.arguments import Verify
     from tiffin.kvstore.format.keys import Prefix
-    from tiffin.kvstore.verbs.arguments import Verify
 
     from ..limits import Bytes
     from ..vllm.engine_process import GroupProcess

@@ -25,8 +25,8 @@ from .setting import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from tiffin.kvstore.client.verbs.arguments import Verify
     from tiffin.kvstore.format.keys import Prefix
-    from tiffin.kvstore.verbs.arguments import Verify
 
     from .setting import NodeDaemon, Setting
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from tiffin.kvstore.errors import ProtocolError
 from tiffin.kvstore.format.header import KEY_BYTES
-from tiffin.kvstore.health import Health
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.records import IN_DRAM, IN_NVME
+from tiffin.messenger.health import Health
 
 from .index_updates import (
     NODE_TIERS,

@@ -15,10 +15,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from tiffin.kvstore.connection.connection import raise_refusal
+from tiffin.kvstore.client.connection.connection import raise_refusal
+from tiffin.kvstore.client.pool.remote.peer import Peer, as_ours
 from tiffin.kvstore.credentials import parse_address
 from tiffin.kvstore.errors import ClientClosed, InvalidInput, ProtocolError, TiffinError
-from tiffin.kvstore.pool.remote.peer import Peer, as_ours
 from tiffin.messenger.errors import MessengerError
 from tiffin.messenger.log_rate_limit import Ration
 
@@ -29,9 +29,9 @@ from .update_inbox import InboxClosed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tiffin.kvstore.client.pool.members import Members
     from tiffin.kvstore.credentials import Credentials
     from tiffin.kvstore.directory.base import NodeRecord
-    from tiffin.kvstore.pool.members import Members
     from tiffin.messenger.tcp.stream import Stream
 
     from .index_updates import NodeNews

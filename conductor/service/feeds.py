@@ -12,10 +12,10 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tiffin.kvstore.client.pool.members import open_members
 from tiffin.kvstore.credentials import parse_address
 from tiffin.kvstore.directory.base import nobody, unreadable
 from tiffin.kvstore.errors import TiffinError
-from tiffin.kvstore.pool.members import open_members
 
 from ..core.silence import NAMED_MAX
 from ..errors import ConductorError, InvalidRequest
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tiffin.kvstore import KVSchema
+    from tiffin.kvstore.client.pool.members import Members
     from tiffin.kvstore.credentials import Credentials
     from tiffin.kvstore.directory import NodeRecord
-    from tiffin.kvstore.pool.members import Members
 
     from ..events.index_updates import Update
     from ..events.vllm_feed import VllmFeed

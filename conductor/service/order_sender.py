@@ -4,11 +4,12 @@ The core decides how much is copied (`replication.py`, `draining.py`); this shel
 orders at a time and reports their outcomes. It never retries: it reports a failed order, and the
 core backs off from the node. So a pool in trouble gets fewer orders, not more.
 
-The target node makes a copy itself (`kvstore/pool/replication/node_copy.py`), two at a time beside
-serving its readers. A copied block that the target did not have before gets a soft pin for a while:
-otherwise a full node might evict the copy before its first reader; after that, its use keeps it in
-the cache. A drop lifts only pins that the carrier has set itself and that may still hold. A pin
-that a user sets on such a copy meanwhile looks the same to the node, so a drop lifts it as well.
+The target node makes a copy itself (`kvstore/client/pool/replication/node_copy.py`), two at a time
+beside serving its readers. A copied block that the target did not have before gets a soft pin for a
+while: otherwise a full node might evict the copy before its first reader; after that, its use keeps
+it in the cache. A drop lifts only pins that the carrier has set itself and that may still hold. A
+pin that a user sets on such a copy meanwhile looks the same to the node, so a drop lifts it as
+well.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from tiffin.kvstore.client.pool.verb_driver import VerbDriver
 from tiffin.kvstore.errors import Draining, NodeUnavailable, NoRoom, TiffinError
 from tiffin.kvstore.node.core import messages
-from tiffin.kvstore.pool.verb_driver import VerbDriver
 
 from ..pool.orders import ORDER_TIMEOUT_S, UNWATCHED, Admit, Copy, Drop, Ended, Evacuate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiffin.kvstore.client.pool.members import Members
     from tiffin.kvstore.credentials import Credentials
-    from tiffin.kvstore.pool.members import Members
 
     from ..pool.orders import Order
 

@@ -10,6 +10,8 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..client.pool.replication.replication_service import Caretaker
+from ..client.pool.verb_driver import VerbDriver
 from ..credentials import Credentials
 from ..directory import NodeRecord, host_id, open_directory
 from ..errors import InvalidInput
@@ -19,8 +21,6 @@ from ..node.node import Node, NodeOptions
 from ..node.publisher import Publisher, PublisherOptions
 from ..node.server.tcp_server import RemoteService
 from ..node.server.unix_server import UnixServer
-from ..pool.replication.replication_service import Caretaker
-from ..pool.verb_driver import VerbDriver
 from ..sizes import format_bytes
 
 if TYPE_CHECKING:

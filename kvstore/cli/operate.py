@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..client.verbs.block_verbs import DEFAULT_TIMEOUT_S
 from ..errors import InvalidInput
 from ..node.core import messages
 from ..url import Pool, parse_url
-from ..verbs.block_verbs import DEFAULT_TIMEOUT_S
 from .console import JsonFlag, errors_console, say
 from .local.token_file import make_secret_file
 from .pool_status import open_driver

@@ -12,6 +12,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..client.pool.members import FixedMembers
+from ..client.pool.pool_verbs import ask_all
+from ..client.pool.verb_driver import VerbDriver
 from ..credentials import load_credentials
 from ..directory import open_directory
 from ..directory.base import unreadable
@@ -19,9 +22,6 @@ from ..errors import TiffinError
 from ..format.header import KEY_BYTES
 from ..node.core import messages
 from ..node.core.node_core import split_keys
-from ..pool.members import FixedMembers
-from ..pool.pool_verbs import ask_all
-from ..pool.verb_driver import VerbDriver
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

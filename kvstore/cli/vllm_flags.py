@@ -15,6 +15,7 @@ from urllib.parse import quote
 import typer
 
 from ..client.client import Client
+from ..client.verbs.arguments import VERIFY
 from ..connectors.vllm.model.model_config import bytes_per_token, check_config, read_config
 from ..connectors.vllm.model.model_files import files_fingerprint
 from ..connectors.vllm.settings import read
@@ -22,7 +23,6 @@ from ..credentials import format_address, parse_address
 from ..errors import InvalidInput, NodeUnavailable, TiffinError
 from ..sizes import format_bytes
 from ..url import Daemon, Embedded, Pool, parse_url
-from ..verbs.arguments import VERIFY
 from .console import warn
 from .pool_status import Overview
 

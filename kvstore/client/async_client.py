@@ -19,15 +19,15 @@ from tiffin.messenger.tcp.pending_connect import Caller
 
 from .. import deadlines
 from ..after_fork import OfOneProcess
-from ..connection.loop_threads import ConcurrencyLimit, NotBegun, ThreadCall, in_thread
 from ..errors import ClientBusy, ClientClosed, open_errors
-from ..pool.signal_safe_verbs import give_back
-from ..streaming.layer_stream import AsyncLayerStream, LayerStream, interruptible
-from ..verbs.arguments import opening, verb
-from ..verbs.block_verbs import DEFAULT_TIMEOUT_S
-from ..verbs.prefetch_handles import AsyncPrefetch
-from ..verbs.slots import Slots
 from .client import Client
+from .connection.loop_threads import ConcurrencyLimit, NotBegun, ThreadCall, in_thread
+from .pool.signal_safe_verbs import give_back
+from .streaming.layer_stream import AsyncLayerStream, LayerStream, interruptible
+from .verbs.arguments import opening, verb
+from .verbs.block_verbs import DEFAULT_TIMEOUT_S
+from .verbs.prefetch_handles import AsyncPrefetch
+from .verbs.slots import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Generator
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ..format.keys import Prefix
     from ..node.node import Node
-    from ..verbs.arguments import Verify
+    from .verbs.arguments import Verify
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,33 +16,33 @@ from typing import TYPE_CHECKING, Any, Self
 from tiffin.messenger.signal_safe import Forsaken, uninterrupted
 
 from ..after_fork import OfOneProcess
-from ..blocks.block_views import select
-from ..blocks.payload_buffers import target_views
-from ..connection.node_link import LocalLink, NodeLink, SocketLink
 from ..errors import ClientClosed, InvalidInput, TiffinError, open_errors
 from ..node.core.records import PinLevel
 from ..node.node import Node
-from ..pool.many_nodes import ManyNodes, carry_out
-from ..pool.open_pool import open_pool
-from ..streaming.layer_stream import LayerStream
-from ..streaming.local_source import LocalSource
 from ..url import Daemon, Embedded, Pool, parse_url
-from ..verbs import block_verbs
-from ..verbs.arguments import Verify, check_verify, opening, verb
-from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Access, Hit, PutResult
-from ..verbs.leased_blocks import LeasedBlocks
-from ..verbs.prefetch_handles import Prefetch
-from ..verbs.prefetching import PrefetchState
-from ..verbs.slots import Slots
+from .blocks.block_views import select
+from .blocks.payload_buffers import target_views
+from .connection.node_link import LocalLink, NodeLink, SocketLink
+from .pool.many_nodes import ManyNodes, carry_out
+from .pool.open_pool import open_pool
+from .streaming.layer_stream import LayerStream
+from .streaming.local_source import LocalSource
+from .verbs import block_verbs
+from .verbs.arguments import Verify, check_verify, opening, verb
+from .verbs.block_verbs import DEFAULT_TIMEOUT_S, Access, Hit, PutResult
+from .verbs.leased_blocks import LeasedBlocks
+from .verbs.prefetch_handles import Prefetch
+from .verbs.prefetching import PrefetchState
+from .verbs.slots import Slots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..blocks.block_places import MappedRegion
     from ..directory.base import NodeRecord
     from ..format.key_space import KeySpace
     from ..format.keys import Prefix
     from ..format.schema import AnyShard, HeadRange, LayerRange
+    from .blocks.block_places import MappedRegion
 
 
 @open_errors()

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import redis
 
+from tiffin.messenger.health import Health
+
 from ..deadlines import until_s
-from ..health import Health
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING
 
 from tiffin.messenger.shm.host_copy import XXH3_64_PAGES
 
-from ..blocks.leased_extents import LeasedExtents
+from ..client.blocks.leased_extents import LeasedExtents
+from ..client.pool.home.home import Home
+from ..client.verbs.block_verbs import Access
 from ..deadlines import until_s
 from ..errors import (
     ClientClosed,
@@ -34,8 +36,6 @@ from ..errors import (
 )
 from ..node.core import messages
 from ..node.core.records import Reason
-from ..pool.home.home import Home
-from ..verbs.block_verbs import Access
 from .device.device_memory import host_checksums
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..client.client import Client
-    from ..connection.node_link import NodeLink
+    from ..client.connection.node_link import NodeLink
+    from ..client.verbs.arguments import Verify
     from ..format.keys import Prefix
     from ..format.schema import KVSchema
-    from ..verbs.arguments import Verify
 
     Bytes = NDArray[np.uint8]
     Sums = NDArray[np.uint64]

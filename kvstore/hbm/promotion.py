@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiffin.messenger.health import Health
+
 from ..deadlines import until_s
 from ..errors import ClientClosed, NoRoom, StaleLease, TierUnavailable
-from ..health import Health
 from ..node.core.node_core import ReserveStatus
 from ..node.core.records import Kept
 from .core.hbm_core import Admission, HbmEntry, positions
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..client.client import Client
+    from ..client.verbs.arguments import Verify
     from ..format.keys import Prefix
     from ..node.core.node_core import Reservation
     from ..node.core.records import Session
-    from ..verbs.arguments import Verify
     from .core.inflight_promotions import InflightPromotion
     from .device.device_memory import HbmMemory
     from .locked_core import LockedCore

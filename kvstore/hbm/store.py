@@ -26,12 +26,12 @@ import numpy as np
 from tiffin.messenger.signal_safe import Forsaken, uninterrupted
 from tiffin.messenger.usage_gate import UsageGate
 
+from ..client.verbs.arguments import check_prefix, check_timeout, check_ttl, check_verify
+from ..client.verbs.block_verbs import DEFAULT_TIMEOUT_S, Access
 from ..deadlines import until_s
 from ..errors import ClientClosed, InvalidInput, SchemaError
 from ..node.core.node_core import ReserveStatus
 from ..node.core.records import Kept, PinLevel, Reason
-from ..verbs.arguments import check_prefix, check_timeout, check_ttl, check_verify
-from ..verbs.block_verbs import DEFAULT_TIMEOUT_S, Access
 from .background import Background
 from .core.hbm_core import Admission, HbmCore, HbmEntry, HbmOptions, positions
 from .device.device_memory import HbmMemory, Point, on_current_stream
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..client.client import Client
+    from ..client.verbs.arguments import Verify
     from ..format.keys import Prefix
     from ..format.schema import KVSchema
     from ..node.core.node_core import Reservation
     from ..node.core.records import Replica, Session
-    from ..verbs.arguments import Verify
     from .writeback import Saved
 
 

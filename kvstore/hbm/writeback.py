@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..client.verbs.arguments import BLOCKS_MAX
 from ..deadlines import until_s
 from ..errors import DeadlineExceeded, NoRoom, StaleLease, TierUnavailable
-from ..verbs.arguments import BLOCKS_MAX
 from .core.hbm_core import runs_of
 from .device.device_memory import Never, Point, Unfinished, host_checksums
 from .pool_access import POOL_ERRORS, kept_open, room_wait_s, spans_of
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ..blocks.block_views import Slot
+    from ..client.blocks.block_views import Slot
     from ..client.client import Client
+    from ..client.verbs.slots import Slots
     from ..format.keys import Prefix
     from ..node.core.records import Replica
-    from ..verbs.slots import Slots
     from .core.hbm_core import HbmEntry
     from .device.deferred_release import DeferredReleases
     from .device.device_memory import HbmMemory, Passed

@@ -136,16 +136,16 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     node or this process was stopped for a while."""
     for module in (
         "deadlines",
-        "connection.node_link",
-        "verbs.block_verbs",
-        "pool.remote.peer",
-        "pool.remote.remote_node",
-        "pool.remote.remote_source",
-        "pool.failover_source",
+        "client.connection.node_link",
+        "client.verbs.block_verbs",
+        "client.pool.remote.peer",
+        "client.pool.remote.remote_node",
+        "client.pool.remote.remote_source",
+        "client.pool.failover_source",
     ):
         monkeypatch.setattr(f"tiffin.kvstore.{module}.GRACE_S", SLACK_S)
     monkeypatch.setattr("tiffin.kvstore.deadlines.OVERRUN_S", 2 * SLACK_S)
-    monkeypatch.setattr("tiffin.kvstore.pool.remote.peer.POST_TIMEOUT_S", SLACK_S)
+    monkeypatch.setattr("tiffin.kvstore.client.pool.remote.peer.POST_TIMEOUT_S", SLACK_S)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiffin.kvstore import KVSchema, Prefix
-from tiffin.kvstore.connection.node_link import SocketLink
+from tiffin.kvstore.client.connection.node_link import SocketLink
 from tiffin.kvstore.errors import NodeUnavailable
 from tiffin.kvstore.format.header import pack_header
 from tiffin.kvstore.node.core.node_core import CoreOptions

@@ -22,24 +22,24 @@ from tcpsupport import Relay
 
 from tiffin.kvstore import Client, KVSchema
 from tiffin.kvstore.cli.daemon import DaemonOptions, in_a_pool, listening
-from tiffin.kvstore.connection.node_link import LocalLink
+from tiffin.kvstore.client.connection.node_link import LocalLink
+from tiffin.kvstore.client.pool.many_nodes import ManyNodes
+from tiffin.kvstore.client.pool.members import HomeNumber
+from tiffin.kvstore.client.pool.peers import PoolOptions
+from tiffin.kvstore.client.pool.verb_driver import VerbDriver
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.directory import EmbeddedDirectory, host_id
 from tiffin.kvstore.errors import DirectoryUnavailable
 from tiffin.kvstore.node.core.node_core import CoreOptions
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.publisher import PublisherOptions
-from tiffin.kvstore.pool.many_nodes import ManyNodes
-from tiffin.kvstore.pool.members import HomeNumber
-from tiffin.kvstore.pool.peers import PoolOptions
-from tiffin.kvstore.pool.verb_driver import VerbDriver
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
     from tiffin.kvstore import Prefix
-    from tiffin.kvstore.pool.home.home import Home
+    from tiffin.kvstore.client.pool.home.home import Home
 
 # Blocks of a quarter of a MiB, so that the transfer of a few has a middle.
 LARGE = KVSchema.gqa(

@@ -21,20 +21,20 @@ from kvsupport import (
 
 from tiffin.kvstore import AsyncClient, Client, Prefix
 from tiffin.kvstore.cli.daemon import DaemonOptions, in_a_pool, listening
-from tiffin.kvstore.connection.node_link import LocalLink
+from tiffin.kvstore.client.connection.node_link import LocalLink
+from tiffin.kvstore.client.pool.many_nodes import ManyNodes
+from tiffin.kvstore.client.pool.members import HomeNumber
+from tiffin.kvstore.client.pool.verb_driver import VerbDriver
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.directory import EmbeddedDirectory, host_id
 from tiffin.kvstore.node.node import Node
 from tiffin.kvstore.node.publisher import PublisherOptions
 from tiffin.kvstore.node.server.tcp_server import RemoteService
-from tiffin.kvstore.pool.many_nodes import ManyNodes
-from tiffin.kvstore.pool.members import HomeNumber
-from tiffin.kvstore.pool.verb_driver import VerbDriver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiffin.kvstore.connection.region_mapping import Mapping
+    from tiffin.kvstore.client.connection.region_mapping import Mapping
 
 _numbers = itertools.count(1)
 

@@ -69,19 +69,19 @@ def test_sizes_between_teach_nothing_but_count() -> None:
 
 def test_a_link_that_fails_rests_longer_each_time_and_recovers() -> None:
     link = LinkHealth("tcp")
-    assert not link.resting(0.0)
+    assert not link.health.rests(0.0)
     rests = []
     for now in range(0, 100_000, 1000):
         link.failed(now)
-        assert link.resting(now)
-        rests.append(link.rests_until - now)
+        assert link.health.rests(now)
+        rests.append(link.health.retry_at - now)
     assert rests[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8])
     assert rests[-1] == 10.0
     link.succeeded(100, 1e-3)
-    assert not link.resting(99_000.5)
+    assert not link.health.rests(99_000.5)
     assert link.statistics.errors == 100
     link.failed(200_000)
-    assert link.rests_until == pytest.approx(200_000.1)
+    assert link.health.retry_at == pytest.approx(200_000.1)
 
 
 def test_paths_by_predicted_time_and_health() -> None:

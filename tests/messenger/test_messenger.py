@@ -85,7 +85,7 @@ def test_only_what_has_not_arrived_is_repeated(
     assert net.first.asked == RANGES[:whole]
     assert net.second.asked == RANGES[whole:]
     assert net.links[0].statistics.errors == 1
-    assert net.links[0].resting(net.clock.now)
+    assert net.links[0].health.rests(net.clock.now)
     assert net.links[1].statistics.bytes == 1000 - 100 * whole
 
 

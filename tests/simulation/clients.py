@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiffin.kvstore import Client
-from tiffin.kvstore.blocks.block_views import select
+from tiffin.kvstore.client.blocks.block_views import select
+from tiffin.kvstore.client.pool.many_nodes import ManyNodes
+from tiffin.kvstore.client.pool.peers import PoolOptions
+from tiffin.kvstore.client.pool.remote.block_read import ArrivedSegments, fetch
+from tiffin.kvstore.client.pool.remote.block_write import BlockSeals
+from tiffin.kvstore.client.pool.remote.peer import Peer, as_ours
+from tiffin.kvstore.client.pool.verb_driver import VerbDriver
+from tiffin.kvstore.client.verbs.block_verbs import DEFAULT_TIMEOUT_S, Access
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import StaleLease, TiffinError
 from tiffin.kvstore.format.header import relocate_header
 from tiffin.kvstore.node.core import messages
-from tiffin.kvstore.pool.many_nodes import ManyNodes
-from tiffin.kvstore.pool.peers import PoolOptions
-from tiffin.kvstore.pool.remote.block_read import ArrivedSegments, fetch
-from tiffin.kvstore.pool.remote.block_write import BlockSeals
-from tiffin.kvstore.pool.remote.peer import Peer, as_ours
-from tiffin.kvstore.pool.verb_driver import VerbDriver
-from tiffin.kvstore.verbs.block_verbs import DEFAULT_TIMEOUT_S, Access
 from tiffin.messenger.transport import Range
 
 from .blocks import EXTENT_BYTES, LIED_ABOUT, LIES, ODD, PREFIXES, SCHEMA, is_right, payloads_of
@@ -336,7 +336,7 @@ class Stranger:
     def _parts(
         self, prefix: Prefix, reply: Any, payloads: Sequence[Any]
     ) -> tuple[list[Range], list[Any]]:
-        """The ranges and sources of a valid write, as in kvstore/pool/remote/block_write.py."""
+        """The ranges and sources of a valid write, as in `block_write.py`."""
         seals = BlockSeals(prefix, payloads_of(prefix))
         granted = [i for i, status in enumerate(reply.statuses) if status == 1]
         ranges, sources = [], []

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiffin.kvstore import deadlines
+from tiffin.kvstore.client.pool import pool_verbs
+from tiffin.kvstore.client.pool.remote import block_read as fetch_module
+from tiffin.kvstore.client.pool.remote.block_read import ArrivedSegments
 from tiffin.kvstore.errors import StaleLease
 from tiffin.kvstore.format.header import BlockState
 from tiffin.kvstore.node import mover
@@ -22,9 +25,6 @@ from tiffin.kvstore.node.core.publisher_core import PublisherCore
 from tiffin.kvstore.node.core.records import BlockRecord, MoveOutcome
 from tiffin.kvstore.node.core.removal_memory import BarredKeys
 from tiffin.kvstore.node.node import Node
-from tiffin.kvstore.pool import pool_verbs
-from tiffin.kvstore.pool.remote import block_read as fetch_module
-from tiffin.kvstore.pool.remote.block_read import ArrivedSegments
 
 from .cluster import simulate
 from .world import Violation, patched

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiffin.kvstore.cli import daemon
 from tiffin.kvstore.cli.daemon import DaemonOptions, in_a_pool, listening
-from tiffin.kvstore.connection.node_link import LocalLink
+from tiffin.kvstore.client.connection.node_link import LocalLink
 from tiffin.kvstore.errors import CorruptBlock, NodeUnavailable, VersionMismatch
 from tiffin.kvstore.format.header import read_header
 from tiffin.kvstore.memory.eviction import POLICIES
@@ -210,7 +210,7 @@ def _executors() -> list[tuple[Any, str, Any]]:
         (module, name, stand_in)
         for name, stand_in in stand_ins.items()
         for title, module in sorted(sys.modules.items())
-        if title.startswith("tiffin.kvstore.pool.") and hasattr(module, name)
+        if title.startswith("tiffin.kvstore.client.pool.") and hasattr(module, name)
     ]
 
 

@@ -28,8 +28,8 @@ from tiffin.kernels.errors import KernelError
 from tiffin.kernels.layout.engine_cache import PagedCache
 from tiffin.kernels.layout.transfer_plan import PageMap
 
+from ...client.verbs.arguments import check_timeout
 from ...errors import InvalidInput, TiffinError
-from ...verbs.arguments import check_timeout
 from ..cache_transfer import Carrier
 from .cache_argument import with_cache
 from .cache_schema import check_layer, schema_of

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ...blocks.block_places import BlockPlaces, RegionId
-    from ...verbs.leased_blocks import LeasedBlocks
+    from ...client.blocks.block_places import BlockPlaces, RegionId
+    from ...client.verbs.leased_blocks import LeasedBlocks
     from .orders import LoadOrder
 
 # How long a lease waits for the engine to have pages for its request. Leased blocks can't be

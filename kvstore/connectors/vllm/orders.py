@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ...blocks.block_places import BlockPlaces, RegionId
+    from ...client.blocks.block_places import BlockPlaces, RegionId
     from ...format.keys import Prefix
 
 

@@ -9,6 +9,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from tiffin.messenger.health import Health
+
 from ...client.client import Client
 from ...errors import (
     ClientBusy,
@@ -19,14 +21,13 @@ from ...errors import (
     ProtocolError,
     TiffinError,
 )
-from ...health import Health
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ...blocks.block_places import MappedRegion
+    from ...client.blocks.block_places import MappedRegion
+    from ...client.verbs.arguments import Verify
     from ...format.key_space import KeySpace
-    from ...verbs.arguments import Verify
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from .orders import LoadOrder, SaveOrder, StepOrders, StepReport
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ...blocks.block_places import BlockPlaces
+    from ...client.blocks.block_places import BlockPlaces
     from ...format.keys import Prefix
 
 

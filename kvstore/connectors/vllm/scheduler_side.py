@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ...client.pool.many_nodes import IN_PEER
+from ...client.verbs.block_verbs import Hit
 from ...errors import InvalidInput, NodeUnavailable, StaleLease, TiffinError
 from ...node.core.records import BEING_WRITTEN, IN_DRAM
-from ...pool.many_nodes import IN_PEER
-from ...verbs.block_verbs import Hit
 from .handoff import NOTHING
 from .held_leases import HeldBlocks, HeldLeases
 from .pool_link import at_node

@@ -8,12 +8,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
+from ...client.verbs.arguments import Verify, check_timeout
 from ...errors import InvalidInput
 from ...format.key_space import read_secret
 from ...format.keys import namespace_fingerprint
 from ...sizes import parse_bytes
 from ...url import parse_url
-from ...verbs.arguments import Verify, check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ...blocks.block_places import MappedRegion, RegionId
+    from ...client.blocks.block_places import MappedRegion, RegionId
     from ...client.client import Client
     from .hbm_front import HbmFront
     from .orders import LoadOrder, StepOrders

@@ -26,10 +26,11 @@ from enum import Enum
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from tiffin.messenger.health import Health
+
 from ...directory.base import HEARTBEAT_S, PUBLISH_KEYS_MAX
 from ...errors import InvalidInput
 from ...format.header import KEY_BYTES
-from ...health import Health
 from .node_core import split_keys
 
 if TYPE_CHECKING:

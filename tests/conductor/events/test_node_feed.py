@@ -37,12 +37,12 @@ from tiffin.conductor.events.routed_blocks import Holdings
 from tiffin.conductor.events.update_inbox import InboxClosed, UpdateInbox
 from tiffin.conductor.state.prefix_index import PrefixIndex
 from tiffin.kvstore import Client
+from tiffin.kvstore.client.pool.members import FixedMembers
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import ProtocolError
 from tiffin.kvstore.format.key_space import KeySpace
 from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.event_log import EventLog
-from tiffin.kvstore.pool.members import FixedMembers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,11 +17,11 @@ from kvsupport import assert_right, fresh_prefix, payloads_of, wait_until
 from tiffin.conductor.events.node_feed import NodesFeed
 from tiffin.kvstore import AsyncClient, Client
 from tiffin.kvstore.cli.local.token_file import make_secret_file
+from tiffin.kvstore.client.pool.members import FixedMembers
 from tiffin.kvstore.credentials import load_credentials
 from tiffin.kvstore.errors import NotAuthenticated
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.server.tcp_server import RemoteService
-from tiffin.kvstore.pool.members import FixedMembers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,7 +17,7 @@ from tiffin.kvstore.node.node import Node, NodeOptions
 
 if TYPE_CHECKING:
     from tiffin.kvstore import Prefix
-    from tiffin.kvstore.verbs.block_verbs import PutResult
+    from tiffin.kvstore.client.verbs.block_verbs import PutResult
 
 
 class TokenPool:

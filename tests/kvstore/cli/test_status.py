@@ -29,7 +29,7 @@ from tiffin.kvstore.cli.operate import find_node
 from tiffin.kvstore.cli.pool_status import Overview, Sample, clashes, count_replicas
 from tiffin.kvstore.cli.status import MATRIX_NODES_MAX, NODE_S, pool_tables
 from tiffin.kvstore.cli.watching import show
-from tiffin.kvstore.connection import connection
+from tiffin.kvstore.client.connection import connection
 from tiffin.kvstore.credentials import Credentials, read_token
 from tiffin.kvstore.deadlines import OVERRUN_S
 from tiffin.kvstore.directory import NodeRecord, open_directory

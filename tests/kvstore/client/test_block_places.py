@@ -13,7 +13,7 @@ import pytest
 from kvsupport import SCHEMA, assert_right, fresh_prefix, payloads_of
 
 from tiffin.kvstore import Client
-from tiffin.kvstore.blocks.block_places import BlockPlaces, MappedRegion, RegionId
+from tiffin.kvstore.client.blocks.block_places import BlockPlaces, MappedRegion, RegionId
 from tiffin.kvstore.errors import ClientClosed, InvalidInput, StaleLease
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from kvsupport import (
 from waysupport import IN_PLACE_WAYS, Pool
 
 from tiffin.kvstore import AsyncClient, Client, KVSchema, LayerSpec, Prefix
-from tiffin.kvstore.connection import connections, loop_threads
+from tiffin.kvstore.client.connection import connections, loop_threads
 from tiffin.kvstore.errors import (
     ClientClosed,
     DeadlineExceeded,

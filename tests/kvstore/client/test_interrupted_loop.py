@@ -12,8 +12,13 @@ import pytest
 from kvsupport import SCHEMA, fresh_prefix, is_quiet, payloads_of, wait_until
 
 from tiffin.kvstore import AsyncClient, Client
-from tiffin.kvstore.connection import loop_threads
-from tiffin.kvstore.connection.loop_threads import ConcurrencyLimit, NotBegun, ThreadCall, in_thread
+from tiffin.kvstore.client.connection import loop_threads
+from tiffin.kvstore.client.connection.loop_threads import (
+    ConcurrencyLimit,
+    NotBegun,
+    ThreadCall,
+    in_thread,
+)
 from tiffin.kvstore.node.node import Node, NodeOptions
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import pytest
 from kvsupport import PoolOptions
 
 from tiffin.kvstore import AsyncClient, Client
-from tiffin.kvstore.connection import connection
+from tiffin.kvstore.client.connection import connection
 from tiffin.kvstore.errors import InvalidInput, NodeUnavailable
 from tiffin.messenger.errors import RegionError
 

@@ -27,8 +27,12 @@ from kvsupport import (
 from shardworker import SHARDED
 
 from tiffin.kvstore import AsyncClient, Client, KVSchema
-from tiffin.kvstore.blocks.block_views import select, select_shard
-from tiffin.kvstore.blocks.selection_copy import slice_schema
+from tiffin.kvstore.client.blocks.block_views import select, select_shard
+from tiffin.kvstore.client.blocks.selection_copy import slice_schema
+from tiffin.kvstore.client.pool.remote.block_read import ArrivedSegments
+from tiffin.kvstore.client.pool.remote.peer import Peer
+from tiffin.kvstore.client.pool.replica_choice import shard_node
+from tiffin.kvstore.client.verbs.block_verbs import Access, reserve_request
 from tiffin.kvstore.credentials import Credentials
 from tiffin.kvstore.errors import InvalidInput, NoRoom, SchemaError, StaleLease
 from tiffin.kvstore.format.header_writer import shard_blocks_max
@@ -37,10 +41,6 @@ from tiffin.kvstore.node.core import messages
 from tiffin.kvstore.node.core.node_core import CoreOptions
 from tiffin.kvstore.node.node import Node, NodeOptions
 from tiffin.kvstore.node.server.tcp_server import RemoteService
-from tiffin.kvstore.pool.remote.block_read import ArrivedSegments
-from tiffin.kvstore.pool.remote.peer import Peer
-from tiffin.kvstore.pool.remote.writer_shards import shard_node
-from tiffin.kvstore.verbs.block_verbs import Access, reserve_request
 from tiffin.messenger.wire.framing import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:

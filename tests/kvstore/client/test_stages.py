@@ -22,8 +22,8 @@ from kvsupport import (
 from shardworker import SHARDED
 
 from tiffin.kvstore import Client, KVSchema, Shard
-from tiffin.kvstore.blocks.block_views import select, select_shard
-from tiffin.kvstore.blocks.selection_copy import slice_schema
+from tiffin.kvstore.client.blocks.block_views import select, select_shard
+from tiffin.kvstore.client.blocks.selection_copy import slice_schema
 from tiffin.kvstore.errors import InvalidInput, SchemaError
 from tiffin.kvstore.format.schema import LayerSpec
 from tiffin.kvstore.node.node import Node, NodeOptions

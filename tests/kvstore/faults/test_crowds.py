@@ -28,7 +28,7 @@ RESERVE_AND_WAIT = """
 import sys
 from tiffin.kvstore.credentials import Credentials, parse_address
 from tiffin.kvstore.node.core import messages
-from tiffin.kvstore.pool.remote.peer import Peer
+from tiffin.kvstore.client.pool.remote.peer import Peer
 peer = Peer(parse_address(sys.argv[1]), Credentials(), "doomed")
 key = bytes(15) + b"x"
 reply = peer.call(messages.Reserve(0, key, bytes(16), 0, int(sys.argv[2]), 5.0), 5.0)

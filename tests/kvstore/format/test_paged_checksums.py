@@ -28,7 +28,7 @@ from poolsupport import Cluster
 
 from tiffin.kernels.checksum import page_hash
 from tiffin.kvstore import Client, KVSchema, Prefix
-from tiffin.kvstore.blocks.selection_copy import slice_schema
+from tiffin.kvstore.client.blocks.selection_copy import slice_schema
 from tiffin.kvstore.errors import CorruptBlock, SchemaError
 from tiffin.kvstore.format.header import pack_header, read_header
 from tiffin.kvstore.node.node import Node, NodeOptions

@@ -31,6 +31,7 @@ from kvsupport import Background, fresh_prefix, is_quiet, payloads_of, wait_unti
 from kvsupport import assert_right as pool_assert_right
 
 from tiffin.kvstore import Client, KVSchema
+from tiffin.kvstore.client.verbs.arguments import BLOCKS_MAX
 from tiffin.kvstore.errors import (
     ClientClosed,
     DeadlineExceeded,
@@ -43,7 +44,6 @@ from tiffin.kvstore.hbm import HbmOptions, pool_access
 from tiffin.kvstore.hbm.device.device_memory import Never, Unfinished
 from tiffin.kvstore.hbm.writeback import _cut
 from tiffin.kvstore.node.node import Node, NodeOptions
-from tiffin.kvstore.verbs.arguments import BLOCKS_MAX
 from tiffin.messenger.gpu.pinning import registration
 
 if TYPE_CHECKING:

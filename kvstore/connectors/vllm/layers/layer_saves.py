@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ....client.client import Client
-    from ....verbs.slots import Slots
+    from ....client.verbs.slots import Slots
     from ..pages.copier import EngineCopier
     from ..pool_link import PoolLink
     from ..save import Save

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tiffin.kvstore import KVSchema
-from tiffin.kvstore.blocks.block_places import BlockPlaces, RegionId
+from tiffin.kvstore.client.blocks.block_places import BlockPlaces, RegionId
 from tiffin.kvstore.connectors.vllm.held_leases import HeldBlocks
 from tiffin.kvstore.errors import NodeUnavailable
 

@@ -11,6 +11,8 @@ import pytest
 from fakepool import BLOCK, PAGE, SCHEMA
 from kvsupport import payloads_of, wait_until
 
+from tiffin.kvstore.client.pool.many_nodes import IN_PEER
+from tiffin.kvstore.client.verbs.block_verbs import Hit
 from tiffin.kvstore.connectors.vllm import handoff, scheduler_side
 from tiffin.kvstore.connectors.vllm.handoff import Promise
 from tiffin.kvstore.connectors.vllm.model.request_identity import Identity
@@ -21,8 +23,6 @@ from tiffin.kvstore.connectors.vllm.scheduler_side import SchedulerSide
 from tiffin.kvstore.connectors.vllm.settings import Settings
 from tiffin.kvstore.errors import InvalidInput
 from tiffin.kvstore.node.core.records import IN_DRAM
-from tiffin.kvstore.pool.many_nodes import IN_PEER
-from tiffin.kvstore.verbs.block_verbs import Hit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tiffin.kvstore.blocks.block_places import BlockPlaces, RegionId
+from tiffin.kvstore.client.blocks.block_places import BlockPlaces, RegionId
 from tiffin.kvstore.connectors.vllm.held_leases import HOLD_S, HeldBlocks, HeldLeases
 
 REGION, OTHER = RegionId(0, 1), RegionId(0, 2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fakepool import BLOCK, PAGE, SCHEMA
 
-from tiffin.kvstore.blocks.block_places import BlockPlaces, RegionId
+from tiffin.kvstore.client.blocks.block_places import BlockPlaces, RegionId
 from tiffin.kvstore.connectors.vllm import request_tracker
 from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from tiffin.kvstore.connectors.vllm.request_tracker import RequestTracker, TrackerOptions

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from tiffin.kvstore.blocks.block_places import RegionId
+    from tiffin.kvstore.client.blocks.block_places import RegionId
     from tiffin.kvstore.connectors.vllm.orders import LoadOrder, StepOrders
 
 URL = "embedded:?dram=1MiB&prefault=false"

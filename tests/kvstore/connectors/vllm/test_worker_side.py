@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from kvsupport import Background, damage, fresh_prefix, wait_until
 from pagesupport import BLOCK_PAGES, LAYERS, PAGE_TOKENS, Rank, schema_of
 
-from tiffin.kvstore.blocks.block_places import RegionId
+from tiffin.kvstore.client.blocks.block_places import RegionId
 from tiffin.kvstore.connectors.vllm import worker_side
 from tiffin.kvstore.connectors.vllm.orders import LoadOrder, SaveOrder, StepOrders, StepReport
 from tiffin.kvstore.connectors.vllm.pool_link import PoolLink
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tiffin.kvstore import Prefix
+    from tiffin.kvstore.client.verbs.leased_blocks import LeasedBlocks
     from tiffin.kvstore.connectors.vllm.pages.copier import PageLoad
-    from tiffin.kvstore.verbs.leased_blocks import LeasedBlocks
 
 URL = "embedded:?dram=16MiB&prefault=false"
 BLOCKS = 3

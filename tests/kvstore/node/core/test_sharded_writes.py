@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tiffin.kvstore import KVSchema
-from tiffin.kvstore.blocks.block_views import select_shard
+from tiffin.kvstore.client.blocks.block_views import select_shard
 from tiffin.kvstore.errors import InvalidInput, StaleLease
 from tiffin.kvstore.format.header import BlockState, read_header
 from tiffin.kvstore.format.header_writer import shard_header
