@@ -145,7 +145,7 @@ def copy_blocks_hashed(
         found[i] = [hash_one(view[a:b]) for a, b in ranges[first:end]]
 
     _each(one, len(found), nbytes if algorithm == XXH3_64 else 0)
-    return _table(found, len(targets))
+    return _table(found, len(targets), len(ranges))
 
 
 def hash_segments(
@@ -166,7 +166,8 @@ def hash_blocks(
     nbytes = plan.check(sources)
     hash_one, ranges, runs = HASHES[algorithm], plan.ranges, plan.runs
     if algorithm == XXH3_64_PAGES and nbytes >= SHARED_BYTES_MIN:
-        return _table([_hash_pages(source.data, ranges) for source in sources], len(sources))
+        hashed = [_hash_pages(source.data, ranges) for source in sources]
+        return _table(hashed, len(sources), len(ranges))
     # Slicing a memoryview costs a third of slicing an array, which matters at 2 KiB each.
     views = [source.data for source in sources]
     found: list[list[int]] = [[]] * (len(views) * len(runs))
@@ -177,13 +178,11 @@ def hash_blocks(
         found[i] = [hash_one(view[start:stop]) for start, stop in ranges[first:end]]
 
     _each(one, len(found), nbytes)
-    return _table(found, len(sources))
+    return _table(found, len(sources), len(ranges))
 
 
-def _table(found: list[list[int]], blocks: int) -> NDArray[np.uint64]:
-    return np.array(list(chain.from_iterable(found)), np.uint64).reshape(
-        blocks, -1 if blocks else 0
-    )
+def _table(found: list[list[int]], blocks: int, segments: int) -> NDArray[np.uint64]:
+    return np.array(list(chain.from_iterable(found)), np.uint64).reshape(blocks, segments)
 
 
 @dataclass(frozen=True, slots=True)

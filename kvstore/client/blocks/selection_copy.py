@@ -113,11 +113,12 @@ def first_differing(found: Checksums, headers: Sequence[bytes], selection: Selec
     return int(differs.argmax()) if differs.any() else None
 
 
-def checksums_of(source: Bytes, selection: Selection) -> Checksums:
-    """The checksums of an aligned selection whose bytes are packed, or in a whole payload."""
-    is_whole = len(source) == selection.schema.block_bytes
-    spans = selection.spans if is_whole else selection.packed
-    return host_copy.hash_segments(source, spans, selection.schema.checksum)
+def checksums_of(sources: Sequence[Bytes], selection: Selection) -> Checksums:
+    """The checksums of an aligned selection of several blocks, uint64 [blocks, segments]. All
+    sources have the selection packed, or are whole payloads."""
+    are_whole = bool(sources) and len(sources[0]) == selection.schema.block_bytes
+    spans = selection.spans if are_whole else selection.packed
+    return host_copy.hash_blocks(sources, spans, selection.schema.checksum)
 
 
 def runs_of(source: Bytes, selection: Selection) -> list[Bytes]:

@@ -198,12 +198,12 @@ class NodeSource(ABC):
         selection = select(self.schema, index, self._heads)
         arrived, sums = self._awaited(selection)
         reported = self._checksum_table(sums, len(selection.segments))
-        payloads = []
-        for block, memory in enumerate(arrived):
-            if self._verified[block]:
-                found = self._work(partial(checksums_of, memory, selection))
-                self._compare(block, index, found, reported[block])
-            payloads.append(self._payload(block, memory, selection))
+        verified = [block for block in range(self.count) if self._verified[block]]
+        memory = [arrived[block] for block in verified]
+        found = self._work(partial(checksums_of, memory, selection))
+        for block, checksums in zip(verified, found, strict=True):
+            self._compare(block, index, checksums, reported[block])
+        payloads = [self._payload(block, memory, selection) for block, memory in enumerate(arrived)]
         self._reported[:, selection.segments] = reported
         self._yielded[selection.segments] = True
         self._next += 1

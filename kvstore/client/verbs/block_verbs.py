@@ -31,7 +31,7 @@ from ...sizes import format_bytes
 from ...tiers.base import TierName
 from ..blocks.block_views import Block, Blocks, Selection, Slot, select_shard
 from ..blocks.leased_extents import LeasedExtents, check
-from ..blocks.selection_copy import all_checksums, copy_hashed, source_views
+from ..blocks.selection_copy import all_checksums, checksums_of, copy_hashed, source_views
 from .arguments import Verify, check_blocks, check_ttl
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ...format.key_space import KeySpace
     from ...format.keys import Prefix
     from ...format.schema import AnyShard
+    from ..blocks.published_checksums import PublishedChecksums
     from ..connection.node_link import NodeLink
 
     Bytes = NDArray[np.uint8]
@@ -453,11 +454,9 @@ def commit(
         return b""
     headers: list[bytes] = []
     try:
-        for slot in slots:
-            if slot.skipped:
-                headers.append(b"")
-            else:
-                headers.append(work(link, partial(_seal_in_place, prefix, slot)))
+        at_once = _at_once(prefix.schema.block_bytes)
+        for i in range(0, len(slots), at_once):
+            headers += work(link, partial(_seal_in_place, prefix, slots[i : i + at_once]))
         reply, _ = link.call(_commit(lease, slots, headers), timeout_s)
     except BaseException:
         # Also if the commit was never sent. If it was, the abort has no effect.
@@ -502,16 +501,30 @@ def _reserve(
     return reply, slots
 
 
-def _seal_in_place(prefix: Prefix, slot: Slot) -> bytes:
-    schema, selection, published = prefix.schema, slot.selection, slot.published
-    if published is None:
-        found = host_copy.hash_segments(slot.view, selection.spans, schema.checksum)
-        return _seal(prefix, slot, all_checksums(selection, found))
-    missing = published.missing(selection.segments)
+def _seal_in_place(prefix: Prefix, slots: Sequence[Slot]) -> list[bytes]:
+    """What `_seal` returns for each slot; nothing for those that are skipped."""
+    selection = slots[0].selection
+    fresh = [slot.view for slot in slots if not slot.skipped and slot.published is None]
+    found = iter(all_checksums(selection, checksums_of(fresh, selection)))
+    headers = []
+    for slot in slots:
+        if slot.skipped:
+            headers.append(b"")
+        elif slot.published is None:
+            headers.append(_seal(prefix, slot, next(found)))
+        else:
+            headers.append(_seal(prefix, slot, _completed(slot, slot.published)))
+    return headers
+
+
+def _completed(slot: Slot, published: PublishedChecksums) -> NDArray[np.uint64]:
+    """The checksums of a slot of which layers were published, and of the rest of it."""
+    selection = slot.selection
+    schema, missing = selection.schema, published.missing(selection.segments)
     if missing:
         spans = [(schema.segments[n].offset, schema.segments[n].length) for n in missing]
         published.note(missing, host_copy.hash_segments(slot.view, spans, schema.checksum))
-    return _seal(prefix, slot, published.checksums)
+    return published.checksums
 
 
 def _seal(prefix: Prefix, slot: Slot, checksums: NDArray[np.uint64]) -> bytes:

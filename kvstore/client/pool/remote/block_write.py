@@ -102,13 +102,13 @@ class BlockSeals:
         where = {"generation": generation, "offset": offset}
         return shard_header(self.prefix, index, checksums=checksums, **where)
 
-    def checksums(self, index: int) -> NDArray[np.uint64]:
-        """Of all segments of block `index`; zero for those that are not selected."""
-        checksums = self._checksums.get(index)
-        if checksums is None:
-            found = checksums_of(self.payloads[index], self.selection)
-            checksums = self._checksums[index] = all_checksums(self.selection, found)
-        return checksums
+    def checksums(self, indices: Sequence[int]) -> list[NDArray[np.uint64]]:
+        """Of all segments of each of these blocks; zero for those that are not selected."""
+        fresh = [index for index in indices if index not in self._checksums]
+        if fresh:
+            found = checksums_of([self.payloads[index] for index in fresh], self.selection)
+            self._checksums |= zip(fresh, all_checksums(self.selection, found), strict=True)
+        return [self._checksums[index] for index in indices]
 
 
 def store(
@@ -200,9 +200,9 @@ class RemoteReservation:
     def _publish(
         self, numbers: list[int], segments: list[int], runs: list[Range], deadline: float
     ) -> None:
-        found = [self._hash(self.indices[number], segments) for number in numbers]
+        found = self._hash([self.indices[number] for number in numbers], segments)
         _, spans = segment_spans(self._schema, segments)
-        sums = b"".join(part.astype("<u8").tobytes() for part in found)
+        sums = found.astype("<u8").tobytes()
         request = messages.Publish(0, self._lease, numbers, segments, spans, sums)
         ranges: list[Range] = []
         sources: list[Bytes] = []
@@ -225,6 +225,9 @@ class RemoteReservation:
         skip: list[int] = []
         committed = False
         try:
+            kept = [index for index in self.indices if index not in skipped]
+            # All at once, before they are asked for one by one.
+            self._seals.checksums([index for index in kept if index not in self._published])
             for number, index in enumerate(self.indices):
                 if index in skipped:
                     skip.append(number)
@@ -258,12 +261,12 @@ class RemoteReservation:
         selection, published = self._seals.selection, self._published.get(index)
         header = b""
         if published is None:
-            checksums = self._seals.checksums(index)
+            (checksums,) = self._seals.checksums([index])
         else:
             # The published checksums go into the header: it has to match the bytes that were sent.
             missing = published.missing(selection.segments)
             if missing:
-                published.note(missing, self._hash(index, missing))
+                published.note(missing, self._hash([index], missing)[0])
             checksums = published.checksums
         if selection.shard is not None:
             header = self._seals.shard_header(index, offset, generation, checksums)
@@ -307,11 +310,11 @@ class RemoteReservation:
             raise StaleLease(f"the node took {written} of {len(ranges)} ranges: {refused}")
         return answer
 
-    def _hash(self, index: int, segments: list[int]) -> NDArray[np.uint64]:
-        """The checksums of these segments of a whole payload."""
+    def _hash(self, indices: Sequence[int], segments: list[int]) -> NDArray[np.uint64]:
+        """The checksums of these segments of whole payloads, uint64 [blocks, segments]."""
         in_payload, _ = segment_spans(self._schema, segments)
-        payload = self._seals.payloads[index]
-        return host_copy.hash_segments(payload, in_payload, self._schema.checksum)
+        payloads = [self._seals.payloads[index] for index in indices]
+        return host_copy.hash_blocks(payloads, in_payload, self._schema.checksum)
 
     def _runs(self, segments: Sequence[int]) -> list[Range]:
         """Where segments lie in a payload; adjacent ones are merged into one range."""
