@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Those with torch take gigabytes: `make demo` installs them, and runs.
-EXTRAS = ["", "conductor", "redis", "authenticate,bench,tracing"]
+EXTRAS = ["", "conductor", "redis,authenticate,bench,tracing"]
 # One command of each kind, and its exit status: with its extra, and without.
 KINDS = {
     "token token-of-a-test": ("", 0, 0),
@@ -58,7 +58,8 @@ def installed(request: pytest.FixtureRequest, wheel: Path) -> Iterator[tuple[str
         folder, extra = Path(name), request.param
         venv.create(folder / "env", with_pip=True)
         what = f"{wheel}[{extra}]" if extra else str(wheel)
-        pip = [str(folder / "env/bin/python"), "-m", "pip", "install", "--quiet"]
+        pip = [str(folder / "env/bin/python"), "-m", "pip", "install"]
+        pip += ["--quiet", "--no-compile"]
         subprocess.run([*pip, what], check=True, timeout=600)
         yield extra, folder
 

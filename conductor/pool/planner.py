@@ -452,7 +452,7 @@ class Planner:
         own = self.settings
         by = f"{own.predictor} over {len(self._history)} intervals"
         if self.forecast_error:
-            by = f"the last interval; {own.predictor} failed"
+            by = f"the last interval; {own.predictor} failed: {self.forecast_error}"
         misses = "; an idle instance misses it" if mean.unattainable else ""
         return [
             PlanReason("rate", rate, "requests/s", by),

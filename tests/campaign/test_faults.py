@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # A tenth of the gets of `make test-campaign` would take too long here.
-GETS = 10_000
+GETS = 5_000
 URL = f"embedded:?dram={PROMPTS * BLOCKS_MAX * EXTENT}"
 
 

@@ -57,8 +57,14 @@ def test_the_programs_are_there(piece: Any) -> None:
 def test_pytest_finds_every_test() -> None:
     tests = [test for piece in PIECES for test in piece.tests]
     arguments = [*FIRST_RUN._TESTS, "--collect-only", "-qq", *tests]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     found = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr
     ids = {line.partition("[")[0] for line in found.stdout.splitlines()}

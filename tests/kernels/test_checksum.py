@@ -69,7 +69,7 @@ def test_the_kernel_and_the_reference_agree(span: tuple[int, int]) -> None:
 
 @pytest.mark.slow
 @given(spans=st.lists(SPANS, min_size=1, max_size=3))
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_the_kernel_and_the_reference_agree_at_length(spans: list[tuple[int, int]]) -> None:
     both(MEMORY, spans)
 

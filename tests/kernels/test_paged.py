@@ -82,7 +82,7 @@ def test_moves_what_the_loops_move(device: str, backend: str, engine: str, data:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_moves_what_the_loops_move_at_length(device: str, engine: str, data: Any) -> None:
     check_moves(device, "triton", engine, data)

@@ -103,7 +103,7 @@ def send(server: Server, data: bytes, *, trusted: bool) -> None:
                 received += len(some)
 
 
-TURNS = 2000, pytest.param(30_000, marks=pytest.mark.slow)
+TURNS = 2000, pytest.param(10_000, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("turns", TURNS[1:])

@@ -149,7 +149,7 @@ def test_answers_are_as_described(case: Any) -> None:
 
 @pytest.mark.slow
 @finite.parametrize()
-@settings(max_examples=150, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
 def test_answers_are_as_described_at_length(case: Any) -> None:
     call(case)
 

@@ -350,5 +350,5 @@ def test_the_store_never_returns_what_was_not_put() -> None:
 @pytest.mark.usefixtures("patient")
 def test_the_store_never_returns_what_was_not_put_at_length() -> None:
     run_state_machine_as_test(
-        StoreAgainstDict, settings=settings(max_examples=250, stateful_step_count=80)
+        StoreAgainstDict, settings=settings(max_examples=100, stateful_step_count=80)
     )

@@ -488,8 +488,8 @@ def test_random_edits_of_everything(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 12))
-def test_ten_thousand_random_edits(
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_thousands_of_random_edits(
     shared_redis: RedisServer, open_redis: OpenRedis, pool: str, seed: int
 ) -> None:
     survive_edits(shared_redis, open_redis, pool, seed=seed, edits=1000)

@@ -360,15 +360,7 @@ def _read_everything(client: Client) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_kill_campaign(own_daemon: Callable[..., Daemon], tmp_path: Path, seed: int) -> None:
-    """Writers, readers and the daemon are killed 150 times; no byte is ever wrong."""
+def test_kill_campaign(own_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    """Writers, readers and the daemon are killed 100 times; no byte is ever wrong."""
     daemon = own_daemon(dram=40 * CAMPAIGN.extent_bytes, nvme=100 * CAMPAIGN.extent_bytes)
-    _campaign(daemon, tmp_path, seed, kills=150)
-
-
-@pytest.mark.slow
-def test_a_short_campaign(own_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
-    """As above, for a few seconds."""
-    daemon = own_daemon(dram=40 * CAMPAIGN.extent_bytes, nvme=100 * CAMPAIGN.extent_bytes)
-    _campaign(daemon, tmp_path, seed=3, kills=25)
+    _campaign(daemon, tmp_path, seed=1, kills=100)

@@ -44,10 +44,18 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "split"),
-    [("LBHNC", 1), ("LBNHC", 2), ("BLHNC", 1), ("BLNHC", 1), ("planes", 1), ("padded", 1)],
+    ("layout", "split", "by_layer"),
+    [
+        ("LBHNC", 1, False),
+        ("LBHNC", 1, True),
+        ("LBNHC", 2, False),
+        ("LBNHC", 2, True),
+        ("BLHNC", 1, False),
+        ("BLNHC", 1, True),
+        ("planes", 1, False),
+        ("padded", 1, True),
+    ],
 )
-@pytest.mark.parametrize("by_layer", [False, True])
 def test_ranks_write_and_another_engine_reads(
     where: str, layout: str, split: int, by_layer: bool
 ) -> None:
