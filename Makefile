@@ -2,7 +2,8 @@
 #
 #   make demo     the main job: a conductor, two prefill and two decode workers with a real
 #                 transformer, one pool over two nodes, and an overload
-#   make test     the fast tests, the same ones each time: three minutes on two cores
+#   make test     the fast tests, the same ones each time: three minutes on two cores, ten
+#                 on two slow ones
 #   make test-all   what `make test` leaves out: random exploration, every kind of client, whole
 #                 processes, benches, the demo, and the kill -9 and corruption campaigns
 #   make coverage   `make test`, and which lines it did not run: a third longer
