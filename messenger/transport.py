@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from .shm.host_copy import ByteArray
+    import numpy as np
+    from numpy.typing import NDArray
+
+    ByteArray: TypeAlias = NDArray[np.uint8]
 
 
 class Range(NamedTuple):
