@@ -2,8 +2,8 @@
 #
 #   make demo     the main job: a conductor, two prefill and two decode workers with a real
 #                 transformer, one pool over two nodes, and an overload
-#   make test     the fast tests, the same ones each time: three minutes on two cores, ten
-#                 on two slow ones
+#   make test     the fast tests, the same ones each time: three to ten minutes on two
+#                 cores
 #   make test-all   what `make test` leaves out: random exploration, every kind of client, whole
 #                 processes, benches, the demo, and the kill -9 and corruption campaigns
 #   make coverage   `make test`, and which lines it did not run: a third longer
@@ -42,6 +42,8 @@ PACKAGES := kvstore messenger kernels conductor bench
 EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,bench,redis,conductor,tracing,dev
 # What is known to work together: `make test CONSTRAINTS=` takes the newest of everything.
 CONSTRAINTS ?= tests/constraints.txt
+# Which tests `make test` runs: files or folders; else all.
+TESTS ?=
 CONSTRAIN := $(addprefix --constraint ,$(CONSTRAINTS))
 # Nearly all files of tests stay whole, as their fixtures start servers. `loadfile` would keep all of
 # them whole, but runs only one of several tests with one name, as those of schemathesis have. Two
@@ -87,7 +89,7 @@ demo: venv
 	$(BIN)/tiffin demo
 
 test: venv
-	$(BIN)/pytest $(PARALLEL)
+	$(BIN)/pytest $(PARALLEL) $(TESTS)
 
 # What it finds is printed with the seed and the @reproduce_failure line that repeat it.
 test-all: venv
