@@ -49,8 +49,10 @@ def bytes_of_paths(client: Any) -> dict[str, int]:
     """How many bytes the paths to the node moved."""
     (peer,) = client._nodes.driver._peers.values()
     messenger = peer.one_sided.messenger(time.monotonic() + 5.0)
-    links = messenger.links if messenger is not None else []
-    return {link.name: link.statistics.bytes for link in links}
+    if messenger is None:
+        return {}
+    paths = zip(messenger._paths, messenger.links, strict=True)
+    return {path.name: link.statistics.bytes for path, link in paths}
 
 
 @pytest.mark.parametrize("verify", ["always", "off"])
