@@ -42,9 +42,9 @@ PACKAGES := kvstore messenger kernels conductor bench
 EXTRAS := $(if $(strip $(TORCH)),engines$(comma)kernels$(comma))authenticate,bench,redis,conductor,tracing,dev
 # What is known to work together: `make test CONSTRAINTS=` takes the newest of everything.
 CONSTRAINTS ?= tests/constraints.txt
+CONSTRAIN := $(addprefix --constraint ,$(CONSTRAINTS))
 # Which tests `make test` runs: files or folders; else all.
 TESTS ?=
-CONSTRAIN := $(addprefix --constraint ,$(CONSTRAINTS))
 # Nearly all files of tests stay whole, as their fixtures start servers. `loadfile` would keep all of
 # them whole, but runs only one of several tests with one name, as those of schemathesis have. Two
 # for each core, as tests wait for processes and deadlines.

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    ByteArray: TypeAlias = NDArray[np.uint8]
-
 
 class Range(NamedTuple):
     """`length` bytes at `offset` in the address space of a grant."""
@@ -56,7 +54,7 @@ class Transport(Protocol):
         self,
         grant: int,
         ranges: Sequence[Range],
-        targets: Sequence[ByteArray],
+        targets: Sequence[NDArray[np.uint8]],
         *,
         deadline: float,
         arrived: Arrived | None = None,
@@ -70,7 +68,9 @@ class Transport(Protocol):
 class Grants(Protocol):
     """The serving side's table of grants: the memory that a peer may access, by grant number."""
 
-    def open(self, grant: int, *, writes: bool) -> AbstractContextManager[Sequence[ByteArray]]:
+    def open(
+        self, grant: int, *, writes: bool
+    ) -> AbstractContextManager[Sequence[NDArray[np.uint8]]]:
         """The grant's arrays, valid and not reused inside the block.
 
         Raises GrantError, whose message is sent to the peer.

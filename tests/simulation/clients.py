@@ -344,7 +344,7 @@ class Stranger:
         for slot, (index, offset, generation) in enumerate(slots):
             base = slot * EXTENT_BYTES
             ranges.append(Range(base, SCHEMA.header_bytes))
-            sources.append(seals.header(index, offset, generation, seals.checksums([index])[0]))
+            sources.append(seals.header(index, offset, generation, seals.checksums(index)))
             ranges.append(Range(base + SCHEMA.header_bytes, SCHEMA.block_bytes))
             sources.append(payloads[index])
         return ranges, sources

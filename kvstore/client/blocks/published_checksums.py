@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiffin.messenger.shm import host_copy
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
 class PublishedChecksums:
     """Of one block. `checksums`: uint64 [segments], zero for those that are not known."""
 
-    __slots__ = ("_known", "checksums")
+    __slots__ = ("_known", "_schema", "checksums")
 
     def __init__(self, schema: KVSchema) -> None:
+        self._schema = schema
         count = len(schema.segments)
         self._known = np.zeros(count, np.bool_)
         self.checksums = np.zeros(count, np.uint64)
@@ -33,7 +36,11 @@ class PublishedChecksums:
         self._known[segments] = True
         self.checksums[segments] = checksums
 
-    def missing(self, segments: NDArray[np.intp]) -> list[int]:
-        """Those of these segments whose checksums are not known."""
+    def complete(self, payload: NDArray[np.uint8], segments: NDArray[np.intp]) -> list[int]:
+        """Hash those of these segments of a whole payload that are not known; returns them."""
         missing: list[int] = segments[~self._known[segments]].tolist()
+        if missing:
+            chosen = [self._schema.segments[n] for n in missing]
+            spans = [(segment.offset, segment.length) for segment in chosen]
+            self.note(missing, host_copy.hash_segments(payload, spans, self._schema.checksum))
         return missing

@@ -43,7 +43,7 @@ from ...node.core.records import Reason
 from ..blocks.block_views import Layer, Payload, select
 from ..blocks.selection_copy import checksums_of
 from ..verbs.arguments import check_blocks
-from ..verbs.block_verbs import POLL_S
+from ..verbs.block_verbs import POLL_S, blocks_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,10 +199,13 @@ class NodeSource(ABC):
         arrived, sums = self._awaited(selection)
         reported = self._checksum_table(sums, len(selection.segments))
         verified = [block for block in range(self.count) if self._verified[block]]
-        memory = [arrived[block] for block in verified]
-        found = self._work(partial(checksums_of, memory, selection))
-        for block, checksums in zip(verified, found, strict=True):
-            self._compare(block, index, checksums, reported[block])
+        at_once = blocks_at_once(selection.spans_bytes)
+        for i in range(0, len(verified), at_once):
+            part = verified[i : i + at_once]
+            memory = [arrived[block] for block in part]
+            found = self._work(partial(checksums_of, memory, selection))
+            for block, checksums in zip(part, found, strict=True):
+                self._compare(block, index, checksums, reported[block])
         payloads = [self._payload(block, memory, selection) for block, memory in enumerate(arrived)]
         self._reported[:, selection.segments] = reported
         self._yielded[selection.segments] = True

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from tiffin.messenger.shm import host_copy
-
 from ... import deadlines
 from ...deadlines import GRACE_S, until_s
 from ...errors import DeadlineExceeded, NoRoom
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from ...format.key_space import KeySpace
     from ...format.keys import Prefix
     from ...format.schema import AnyShard
-    from ..blocks.published_checksums import PublishedChecksums
     from ..connection.node_link import NodeLink
 
     Bytes = NDArray[np.uint8]
@@ -273,7 +270,7 @@ def _checked(
     blocks were good, and reports the first corrupt one to the node."""
     count, good = len(leased.offsets), 0
     touches_payloads = bool(targets) or access.verify != "off"
-    at_once = _at_once(selection.nbytes) if touches_payloads else WORK_BLOCKS_MAX
+    at_once = blocks_at_once(selection.nbytes) if touches_payloads else WORK_BLOCKS_MAX
     while good < count:
         sample = [access.checks_payload() for _ in range(min(at_once, count - good))]
         action = partial(check, leased, selection, targets, good, sample)
@@ -354,7 +351,7 @@ def _filled(
         return b""
     headers: list[bytes] = []
     try:
-        at_once = _at_once(part.schema.block_bytes)
+        at_once = blocks_at_once(part.schema.block_bytes)
         for i in range(0, len(slots), at_once):
             batch = slots[i : i + at_once], sources[i : i + at_once]
             headers += work(link, partial(_fill, part, *batch))
@@ -454,7 +451,7 @@ def commit(
         return b""
     headers: list[bytes] = []
     try:
-        at_once = _at_once(prefix.schema.block_bytes)
+        at_once = blocks_at_once(prefix.schema.block_bytes)
         for i in range(0, len(slots), at_once):
             headers += work(link, partial(_seal_in_place, prefix, slots[i : i + at_once]))
         reply, _ = link.call(_commit(lease, slots, headers), timeout_s)
@@ -513,18 +510,9 @@ def _seal_in_place(prefix: Prefix, slots: Sequence[Slot]) -> list[bytes]:
         elif slot.published is None:
             headers.append(_seal(prefix, slot, next(found)))
         else:
-            headers.append(_seal(prefix, slot, _completed(slot, slot.published)))
+            slot.published.complete(slot.view, selection.segments)
+            headers.append(_seal(prefix, slot, slot.published.checksums))
     return headers
-
-
-def _completed(slot: Slot, published: PublishedChecksums) -> NDArray[np.uint64]:
-    """The checksums of a slot of which layers were published, and of the rest of it."""
-    selection = slot.selection
-    schema, missing = selection.schema, published.missing(selection.segments)
-    if missing:
-        spans = [(schema.segments[n].offset, schema.segments[n].length) for n in missing]
-        published.note(missing, host_copy.hash_segments(slot.view, spans, schema.checksum))
-    return published.checksums
 
 
 def _seal(prefix: Prefix, slot: Slot, checksums: NDArray[np.uint64]) -> bytes:
@@ -540,7 +528,7 @@ def _seal(prefix: Prefix, slot: Slot, checksums: NDArray[np.uint64]) -> bytes:
 # -- small -----------------------------------------------------------------------------------------
 
 
-def _at_once(nbytes: int) -> int:
+def blocks_at_once(nbytes: int) -> int:
     """How many blocks of `nbytes` to copy or hash in one step."""
     return max(1, min(WORK_BLOCKS_MAX, WORK_BYTES // nbytes))
 

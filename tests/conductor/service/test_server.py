@@ -147,8 +147,8 @@ class TestOnAPort:
             assert httpx.get(f"{url}/livez", trust_env=False).status_code == 200
 
 
-def is_forecast(plan: dict[str, Any]) -> bool:
-    """Made by the other process or, on a machine too busy for it, for want of its answer."""
+def is_answered(plan: dict[str, Any]) -> bool:
+    """Made with the other process's forecast or, on a machine too busy for it, for want of one."""
     why = plan["reasons"][0]["why"]
     return why.startswith("holt-winters over") or f"no forecast within {FORECAST_S:g} s" in why
 
@@ -205,7 +205,7 @@ class TestProcess:
                 client.schedule(Request("r", MODEL, 100))
                 plans: list[dict[str, Any]] = []
                 give_up = time.monotonic() + 2 * FORECAST_S
-                while not any(is_forecast(plan) for plan in plans):
+                while not any(is_answered(plan) for plan in plans):
                     assert time.monotonic() < give_up, plans
                     time.sleep(0.05)
                     client.heartbeat(SPEC.id, Load())  # a silent one is in no plan

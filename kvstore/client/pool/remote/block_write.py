@@ -102,13 +102,17 @@ class BlockSeals:
         where = {"generation": generation, "offset": offset}
         return shard_header(self.prefix, index, checksums=checksums, **where)
 
-    def checksums(self, indices: Sequence[int]) -> list[NDArray[np.uint64]]:
-        """Of all segments of each of these blocks; zero for those that are not selected."""
+    def hash(self, indices: Sequence[int]) -> None:
+        """Hash the payloads of these blocks in one call, but those that have been hashed."""
         fresh = [index for index in indices if index not in self._checksums]
         if fresh:
             found = checksums_of([self.payloads[index] for index in fresh], self.selection)
             self._checksums |= zip(fresh, all_checksums(self.selection, found), strict=True)
-        return [self._checksums[index] for index in indices]
+
+    def checksums(self, index: int) -> NDArray[np.uint64]:
+        """Of all segments of block `index`; zero for those that are not selected."""
+        self.hash([index])
+        return self._checksums[index]
 
 
 def store(
@@ -200,8 +204,9 @@ class RemoteReservation:
     def _publish(
         self, numbers: list[int], segments: list[int], runs: list[Range], deadline: float
     ) -> None:
-        found = self._hash([self.indices[number] for number in numbers], segments)
-        _, spans = segment_spans(self._schema, segments)
+        in_payload, spans = segment_spans(self._schema, segments)
+        payloads = [self._seals.payloads[self.indices[number]] for number in numbers]
+        found = host_copy.hash_blocks(payloads, in_payload, self._schema.checksum)
         sums = found.astype("<u8").tobytes()
         request = messages.Publish(0, self._lease, numbers, segments, spans, sums)
         ranges: list[Range] = []
@@ -225,9 +230,8 @@ class RemoteReservation:
         skip: list[int] = []
         committed = False
         try:
-            kept = [index for index in self.indices if index not in skipped]
-            # All at once, before they are asked for one by one.
-            self._seals.checksums([index for index in kept if index not in self._published])
+            hashed = {*skipped, *self._published}
+            self._seals.hash([index for index in self.indices if index not in hashed])
             for number, index in enumerate(self.indices):
                 if index in skipped:
                     skip.append(number)
@@ -261,12 +265,10 @@ class RemoteReservation:
         selection, published = self._seals.selection, self._published.get(index)
         header = b""
         if published is None:
-            (checksums,) = self._seals.checksums([index])
+            checksums = self._seals.checksums(index)
         else:
             # The published checksums go into the header: it has to match the bytes that were sent.
-            missing = published.missing(selection.segments)
-            if missing:
-                published.note(missing, self._hash([index], missing)[0])
+            missing = published.complete(self._seals.payloads[index], selection.segments)
             checksums = published.checksums
         if selection.shard is not None:
             header = self._seals.shard_header(index, offset, generation, checksums)
@@ -309,12 +311,6 @@ class RemoteReservation:
             raise_refusal(answer)
             raise StaleLease(f"the node took {written} of {len(ranges)} ranges: {refused}")
         return answer
-
-    def _hash(self, indices: Sequence[int], segments: list[int]) -> NDArray[np.uint64]:
-        """The checksums of these segments of whole payloads, uint64 [blocks, segments]."""
-        in_payload, _ = segment_spans(self._schema, segments)
-        payloads = [self._seals.payloads[index] for index in indices]
-        return host_copy.hash_blocks(payloads, in_payload, self._schema.checksum)
 
     def _runs(self, segments: Sequence[int]) -> list[Range]:
         """Where segments lie in a payload; adjacent ones are merged into one range."""

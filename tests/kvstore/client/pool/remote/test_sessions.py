@@ -51,9 +51,7 @@ def whole(reply: messages.Reserved, prefix: Prefix) -> list[np.ndarray]:
     seals = BlockSeals(prefix, payloads_of(prefix))
     slots = zip(range(len(prefix)), reply.offsets, reply.generations, strict=True)
     return [
-        np.concatenate(
-            [seals.header(i, offset, generation, seals.checksums([i])[0]), seals.payloads[i]]
-        )
+        np.concatenate([seals.header(i, offset, generation, seals.checksums(i)), seals.payloads[i]])
         for i, offset, generation in slots
     ]
 
